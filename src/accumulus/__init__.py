@@ -1,0 +1,80 @@
+"""accumulus: ask for the batch you want; get exactly its gradient. The public names, loaded when first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from accumulus.errors import (
+    AccumulusError,
+    BatchError,
+    LossError,
+    OptimizerError,
+    PrecisionError,
+    ScaleCollapseError,
+    SplitError,
+    StateError,
+    UnsupportedError,
+    UsageError,
+    WeightError,
+    WindowError,
+)
+
+if TYPE_CHECKING:
+    from accumulus.microbatch import by_count
+    from accumulus.precision import Precision
+    from accumulus.run.task import Task
+    from accumulus.scaling import DynamicScale, NoScale, StaticScale
+    from accumulus.step import TrainStep
+    from accumulus.types import Loss, StepResult
+
+__version__ = "0.1.0"
+
+# Name to module. Importing torch takes a second, and `accumulus --help` must not: so a name is loaded on first use.
+_HOMES = {
+    "DynamicScale": "scaling",
+    "Loss": "types",
+    "NoScale": "scaling",
+    "Precision": "precision",
+    "StaticScale": "scaling",
+    "StepResult": "types",
+    "Task": "run.task",
+    "TrainStep": "step",
+    "by_count": "microbatch",
+}
+
+__all__ = [
+    "AccumulusError",
+    "BatchError",
+    "DynamicScale",
+    "Loss",
+    "LossError",
+    "NoScale",
+    "OptimizerError",
+    "Precision",
+    "PrecisionError",
+    "ScaleCollapseError",
+    "SplitError",
+    "StateError",
+    "StaticScale",
+    "StepResult",
+    "Task",
+    "TrainStep",
+    "UnsupportedError",
+    "UsageError",
+    "WeightError",
+    "WindowError",
+    "by_count",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'accumulus' has no attribute {name!r}")
+    value = getattr(import_module(f"accumulus.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

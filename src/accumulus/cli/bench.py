@@ -1,0 +1,27 @@
+"""`accumulus bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accumulus.cli.options import parse
+from accumulus.run.config import BenchConfig
+
+
+def run(words: Sequence[str]) -> int:
+    """Measures.
+
+    Args:
+        words: the command line after `bench`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: bad input.
+    """
+    config = parse(BenchConfig, words, verb="bench")
+    config.validate()
+    from accumulus.run.bench import bench  # as in train
+
+    return bench(config)

@@ -1,0 +1,74 @@
+"""Why gradients are non-finite: at any loss scale, or only at this one? Found by trying, when training must stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["find_cause", "untouched"]
+
+STEPS_DOWN = (0, 4, 8, 12, 16, 24, 32)
+"""Powers of two below the present scale to try: 2**-32 of it leaves any gradient that fp32 can hold in fp16's range."""
+
+
+def find_cause(run: Callable[[float], tuple[bool, bool]], scale: float) -> str:
+    """Runs the batch again at smaller and smaller loss scales.
+
+    Args:
+        run: `run(scale)` runs the whole window and changes nothing; returns whether the loss was finite and whether
+            all gradients were.
+        scale: the scale at which they were not.
+
+    Returns:
+        One clause that says where the fault lies and what to do.
+
+    Cost:
+        Up to seven times the forward and backward passes of one step, once, before training stops.
+    """
+    for steps in STEPS_DOWN:
+        tried = scale * 2.0**-steps
+        loss_finite, all_finite = run(tried)
+        if not loss_finite:
+            return (
+                "non-finite at any scale: the loss itself is NaN or infinite before any backward pass; "
+                "look at the data and the forward pass of this batch"
+            )
+        if all_finite and steps == 0:
+            return "finite when the same batch was run again: look for randomness in the forward pass"
+        if all_finite:
+            return (
+                f"only at this scale: at {tried:g} this batch's gradients are finite; use a loss scale of at most that"
+            )
+    return (
+        f"non-finite at any scale: the loss is finite but its gradient is not, from {scale:g} down to {tried:g}; "
+        "look for a division by zero, log(0), sqrt(0) or a norm of zeros, whose derivative is infinite"
+    )
+
+
+@contextmanager
+def untouched(model: Any, device: torch.device) -> Iterator[None]:
+    """Puts buffers and random states back as they were.
+
+    Args:
+        model: whose buffers to keep.
+        device: whose random state to keep, with the CPU's.
+
+    Yields:
+        None, once.
+
+    Cost:
+        A copy of the buffers.
+    """
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in before and before[name].shape == buffer.shape:
+                        buffer.copy_(before[name])

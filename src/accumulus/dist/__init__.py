@@ -1,0 +1,1 @@
+"""Many ranks: the processes, what they sum, and when gradients are reduced."""

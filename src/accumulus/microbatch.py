@@ -1,0 +1,178 @@
+"""How a batch is cut: `by_count`, a plain number of samples, and the micro-batches that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accumulus import pytree
+from accumulus.errors import BatchError, SplitError
+from accumulus.types import describe
+
+__all__ = ["Microbatches", "Split", "by_count", "choose_split"]
+
+
+class Split(Protocol):
+    """A rule that says how many samples each micro-batch takes."""
+
+    def sizes(self, num_samples: int) -> Sequence[int]:
+        """Samples in each micro-batch, in order; at least 1 each, `num_samples` in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class BySize:
+    """Micro-batches of `size` samples; the last one takes what is left."""
+
+    size: int
+
+    def sizes(self, num_samples: int) -> Sequence[int]:
+        """As many of `size` as fit, then the rest."""
+        whole, rest = divmod(num_samples, self.size)
+        return [self.size] * whole + [rest] * (rest > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ByCount:
+    """`count` micro-batches whose sizes differ by at most one; fewer where the batch has fewer samples."""
+
+    count: int
+
+    def sizes(self, num_samples: int) -> Sequence[int]:
+        """The larger ones first, so that memory peaks in the first micro-batch."""
+        count = min(self.count, num_samples)
+        size, larger = divmod(num_samples, count)
+        return [size + 1] * larger + [size] * (count - larger)
+
+
+def by_count(count: int) -> Split:
+    """Cuts every batch into `count` micro-batches of nearly equal size.
+
+    A plain number (`microbatch=8`) is the other way to say it: 8 samples in each micro-batch.
+
+    Args:
+        count: number of micro-batches, at least 1. A batch of fewer samples is cut into single ones.
+
+    Returns:
+        A rule for `TrainStep(microbatch=...)`.
+
+    Raises:
+        SplitError: `count` is not an integer of at least 1.
+
+    Example:
+        >>> by_count(3).sizes(10)
+        [4, 3, 3]
+    """
+    return ByCount(_positive(count, "by_count takes a number of micro-batches"))
+
+
+def choose_split(microbatch: object) -> Split:
+    """The rule that the `microbatch` argument names.
+
+    Args:
+        microbatch: samples per micro-batch, or a rule such as `by_count(8)`.
+
+    Returns:
+        The rule.
+
+    Raises:
+        SplitError: it is neither, or below 1, or `"auto"`, which is not built yet.
+    """
+    if microbatch == "auto":
+        raise SplitError(
+            "microbatch='auto' is not available yet; give the number of samples that fit in memory at once, "
+            "for example microbatch=32 (the result does not depend on it)"
+        )
+    if callable(getattr(microbatch, "sizes", None)):
+        return microbatch  # type: ignore[return-value]
+    return BySize(_positive(microbatch, "microbatch takes a number of samples or a rule such as by_count(8)"))
+
+
+class Microbatches:
+    """The micro-batches of one batch: cut, collated and moved to the device one at a time, as they are used.
+
+    Args:
+        batch: a tree of tensors; with `collate`, a sequence of samples.
+        split: how many samples each micro-batch takes.
+        device: where the model lies.
+        collate: makes a micro-batch of a list of samples.
+
+    Raises:
+        BatchError: the batch cannot be cut.
+        SplitError: a rule of the user's own gave sizes that do not cover the batch.
+    """
+
+    __slots__ = ("_device", "_pieces", "batch", "num_samples", "sizes")
+
+    def __init__(
+        self, batch: Any, split: Split, device: torch.device, *, collate: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.batch = batch
+        self.num_samples = pytree.batch_length(batch) if collate is None else _sample_count(batch)
+        self.sizes = split.sizes(self.num_samples)
+        if sum(self.sizes) != self.num_samples or min(self.sizes) < 1:
+            raise SplitError(f"{split!r} cut {self.num_samples} samples into {list(self.sizes)}; the sizes must add up")
+        self._device = device
+        self._pieces = pytree.cut(batch, self.sizes) if collate is None else _collated(batch, self.sizes, collate)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[tuple[Any, bool]]:
+        """Yields each micro-batch on the device, and whether it is the last. Once only."""
+        last = len(self.sizes) - 1
+        for index, piece in enumerate(self._pieces):
+            yield self._moved(piece), index == last
+
+    def _moved(self, piece: Any) -> Any:
+        return move(piece, self._device)
+
+
+def move(tree: Any, device: torch.device) -> Any:
+    """The tree with its tensors on the device, copied without making the host wait.
+
+    Args:
+        tree: any tree.
+        device: where to.
+
+    Returns:
+        A tree of the same types; the same object on a CPU that has nothing to move.
+
+    Cost:
+        On CUDA, one copy into page-locked memory for tensors that are not there already: only from there is a
+        copy truly asynchronous.
+    """
+    if device.type == "cpu":
+        return tree
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.to(device, non_blocking=True)
+        source = tensor.pin_memory() if device.type == "cuda" and not tensor.is_pinned() else tensor
+        return source.to(device, non_blocking=True)
+
+    return pytree.map_tensors(moved, tree)
+
+
+def _collated(samples: Any, sizes: Sequence[int], collate: Callable[[Any], Any]) -> Iterator[Any]:
+    start = 0
+    for size in sizes:
+        yield collate(samples[start : start + size])
+        start += size
+
+
+def _sample_count(batch: Any) -> int:
+    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
+        raise BatchError(f"with collate=, a batch is a list of samples, not {describe(batch)}")
+    if not batch:
+        raise BatchError("the batch holds 0 samples; leave empty batches out")
+    return len(batch)
+
+
+def _positive(number: object, what: str) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise SplitError(f"{what}, an integer of at least 1, not {describe(number)}")
+    return number

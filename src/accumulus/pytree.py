@@ -1,0 +1,235 @@
+"""Batches as trees: find their length, cut them along it, and map their tensors. Nothing else of a tree is needed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import itertools
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accumulus.errors import BatchError
+
+__all__ = ["batch_length", "cut", "map_tensors"]
+
+Rebuild: TypeAlias = Callable[[Iterator[Any]], Any]
+"""Makes a tree of the flattened one's shape, taking its leaves from an iterator."""
+
+SHARED_TYPES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    np.generic,
+    torch.dtype,
+    torch.device,
+    slice,
+    range,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of a tree, with the path that names it in an error message."""
+
+    path: str
+    value: Any
+    in_list: bool
+
+    @property
+    def rows(self) -> int | None:
+        """Length along the first dimension; None for what every micro-batch shares."""
+        if isinstance(self.value, list):
+            return len(self.value)
+        return int(self.value.shape[0]) if is_array(self.value) and self.value.ndim else None
+
+
+def batch_length(batch: Any) -> int:
+    """The number of samples: the first dimension that all tensors of the batch share.
+
+    Args:
+        batch: a tree of dicts, `UserDict`s, lists, tuples, namedtuples and dataclasses over tensors and arrays.
+
+    Returns:
+        The number of samples, at least 1.
+
+    Raises:
+        BatchError: no tensor has a first dimension, they disagree, it is 0, or a leaf's type is not known.
+    """
+    return _rows_of(flatten(batch, _is_never_leaf)[0])
+
+
+def cut(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
+    """Cuts a batch into consecutive micro-batches.
+
+    Tensors and arrays are cut along their first dimension, as views. A list as long as the batch is cut too,
+    unless it holds only tensors of the batch's length: then it is a container of them, as `[inputs, labels]` is.
+    Tensors without dimensions, numbers, strings and None go to every micro-batch.
+
+    Args:
+        batch: as for `batch_length`.
+        sizes: samples in each micro-batch; their sum is the batch's length.
+
+    Returns:
+        An iterator over the micro-batches, each a tree of the batch's own types.
+
+    Raises:
+        BatchError: as for `batch_length`; raised here, not at the first micro-batch.
+    """
+    length = batch_length(batch)
+    leaves, rebuild = flatten(batch, lambda node: _is_sample_list(node, length))
+    _rows_of(leaves)
+    pieces = [_pieces(leaf, sizes) for leaf in leaves]
+    return (rebuild(iter(parts)) for parts in zip(*pieces, strict=False))
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The tree with every tensor replaced by `function(tensor)`; unknown types stay as they are.
+
+    Args:
+        function: what to do with each tensor.
+        tree: as for `batch_length`, but leaves may be of any type.
+
+    Returns:
+        A new tree of the same types.
+    """
+    leaves, rebuild = flatten(tree, _is_never_leaf, strict=False)
+    values = (leaf.value for leaf in leaves)
+    return rebuild(iter([function(value) if isinstance(value, Tensor) else value for value in values]))
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool], *, strict: bool = True) -> tuple[list[Leaf], Rebuild]:
+    """Splits a tree into its leaves and a function that builds the same tree from others.
+
+    Args:
+        tree: any tree.
+        is_leaf: called on every list: True where it is a leaf and not a container.
+        strict: refuse leaves of types that might hide tensors.
+
+    Returns:
+        The leaves in order, and the function.
+
+    Raises:
+        BatchError: `strict`, and a leaf's type is not known.
+    """
+    leaves: list[Leaf] = []
+
+    def visit(node: Any, path: str, in_list: bool) -> Rebuild:
+        children = None if isinstance(node, list) and is_leaf(node) else _children(node)
+        if children is not None:
+            inside = in_list or isinstance(node, list)
+            return _rebuilder(node, [(key, visit(child, path + _label(key), inside)) for key, child in children])
+        if strict and not (is_array(node) or isinstance(node, (list, *SHARED_TYPES))):
+            kind = type(node)
+            raise BatchError(
+                f"batch{path} is a {kind.__module__}.{kind.__qualname__}, which accumulus cannot cut; use tensors in "
+                "dicts, lists, tuples or dataclasses, or pass a list of samples and collate="
+            )
+        leaves.append(Leaf(path, node, in_list))
+        return next
+
+    return leaves, visit(tree, "", False)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a tensor or a numpy array."""
+    return isinstance(value, (Tensor, np.ndarray))
+
+
+def _children(node: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(node, (Mapping, UserDict)):
+        return list(node.items())
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(zip(node._fields, node, strict=True))
+    if isinstance(node, (list, tuple)):
+        return list(enumerate(node))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+    return None
+
+
+def _rebuilder(node: Any, children: list[tuple[Any, Rebuild]]) -> Rebuild:
+    kind = type(node)
+    if kind is dict:
+        return lambda leaves: {key: build(leaves) for key, build in children}
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return lambda leaves: kind(*[build(leaves) for _, build in children])
+    if isinstance(node, (list, tuple)):
+        return lambda leaves: kind([build(leaves) for _, build in children])
+    if isinstance(node, (Mapping, UserDict)):
+        return lambda leaves: _refill(copy.copy(node), {key: build(leaves) for key, build in children})
+    return lambda leaves: _replace(copy.copy(node), {name: build(leaves) for name, build in children})
+
+
+def _refill(mapping: Any, items: dict[Any, Any]) -> Any:
+    if isinstance(mapping, UserDict):
+        mapping.data = items  # copy.copy shares .data with the original
+        return mapping
+    if not hasattr(mapping, "__setitem__"):
+        return type(mapping)(items)
+    for key, value in items.items():
+        mapping[key] = value
+    return mapping
+
+
+def _replace(instance: Any, values: dict[str, Any]) -> Any:
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)  # frozen dataclasses too
+    return instance
+
+
+def _label(key: Any) -> str:
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+
+
+def _is_never_leaf(_: Any) -> bool:
+    return False
+
+
+def _is_sample_list(node: list[Any], length: int) -> bool:
+    if len(node) != length:
+        return False
+    leaves, _ = flatten(node, _is_never_leaf, strict=False)
+    rows = [leaf.rows for leaf in leaves if leaf.rows is not None]
+    return not rows or any(count != length for count in rows)
+
+
+def _rows_of(leaves: list[Leaf]) -> int:
+    arrays = [leaf for leaf in leaves if is_array(leaf.value) and leaf.rows is not None]
+    # A list of boxes per image, say, holds tensors of any length: what stands outside lists decides.
+    outside = [leaf for leaf in arrays if not leaf.in_list] or arrays
+    if not outside:
+        raise BatchError("the batch holds no tensor with a first dimension; for a list of samples pass collate=")
+    first = outside[0]
+    for leaf in outside:
+        if leaf.rows != first.rows:
+            raise BatchError(
+                f"tensors of one batch must share their first dimension: batch{first.path} has {first.rows} but "
+                f"batch{leaf.path} has {leaf.rows}; keep what all samples share outside the batch, or pass a list of "
+                "samples and collate="
+            )
+    if not first.rows:
+        raise BatchError("the batch holds 0 samples; leave empty batches out")
+    return first.rows
+
+
+def _pieces(leaf: Leaf, sizes: Sequence[int]) -> Any:
+    value = leaf.value
+    if isinstance(value, Tensor) and value.ndim:
+        if value.layout != torch.strided:
+            raise BatchError(f"batch{leaf.path} is a tensor of layout {value.layout}; pass samples and collate=")
+        return torch.split(value, list(sizes))
+    if leaf.rows is None:
+        return itertools.repeat(value, len(sizes))
+    stops = list(itertools.accumulate(sizes))
+    return [value[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]

@@ -1,0 +1,1 @@
+"""The main job: a task, trained and recorded. Uses the library's public names only."""

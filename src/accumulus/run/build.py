@@ -1,0 +1,217 @@
+"""From a configuration to everything that a run needs, made and checked before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from accumulus import Precision, TrainStep
+from accumulus.errors import PrecisionError, UnsupportedError, UsageError
+from accumulus.run.batches import Batches
+from accumulus.run.checkpoint import load_state
+from accumulus.run.config import TaskConfig, TrainConfig, check_resumed, read_config
+from accumulus.run.machine import choose_device, describe_environment
+from accumulus.run.record import make_folder, plan_folder
+from accumulus.run.schedule import Progress, WarmupCosine, set_peak_rate
+from accumulus.run.task import Task, load_task, make_optimizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """The parts of a run, each with its own job; the loop puts them together."""
+
+    config: TrainConfig
+    folder: Path
+    task: Task
+    device: torch.device
+    precision: Precision
+    optimizer: Any
+    schedule: WarmupCosine
+    progress: Progress
+    batches: Batches
+    step: TrainStep
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """Makes a micro-batch from a list of samples."""
+        return collate_of(self.task)
+
+
+def build(config: TrainConfig) -> Run:
+    """Makes a new run, or loads the one to go on with, and then its folder.
+
+    Args:
+        config: what to do.
+
+    Returns:
+        The run, at its first step or where the earlier one stopped.
+
+    Raises:
+        UsageError: the configuration, the task, the data or the folder cannot be used. Nothing was written then.
+    """
+    config.validate()
+    folder = resumed_folder(config) if config.resume else plan_folder(config.out, config.task)
+    run = make_run(config, folder)
+    if config.resume:
+        load_state(run, folder)
+        refuse_finished(run)
+    make_folder(
+        folder,
+        config_toml=config.stored().to_toml(),
+        environment=describe_environment(run.device, run.precision),
+    )
+    return run
+
+
+def make_run(config: TrainConfig, folder: Path) -> Run:
+    """Makes the parts in the order in which they depend on each other; writes nothing.
+
+    Args:
+        config: what to do; valid.
+        folder: where the run will write.
+
+    Returns:
+        A run before its first step.
+
+    Raises:
+        UsageError: a part cannot be made from what was asked.
+    """
+    device = choose_device(config.device)
+    task = seeded_task(config, device)
+    precision = choose_precision(config.precision, device)
+    optimizer = make_optimizer(config.task, task)
+    if config.lr is not None:
+        set_peak_rate(optimizer, config.lr)
+    max_steps, max_seconds = config.limits()
+    progress = Progress(max_steps=max_steps, max_seconds=max_seconds)
+    schedule = WarmupCosine(optimizer, warmup=config.warmup, progress=lambda: progress.ratio(ahead=1))
+    if config.compile:
+        task.model.compile()  # in place: the names in its state stay as they are
+    batches = Batches(task.train_data, batch_size=config.batch_size, seed=config.seed, length=task.length)
+    return Run(
+        config=config,
+        folder=folder,
+        task=task,
+        device=device,
+        precision=precision,
+        optimizer=optimizer,
+        schedule=schedule,
+        progress=progress,
+        batches=batches,
+        step=make_step(
+            config,
+            task,
+            optimizer=optimizer,
+            schedule=schedule,
+            precision=precision,
+            microbatch=config.microbatch_size(),
+        ),
+    )
+
+
+def seeded_task(config: TaskConfig, device: torch.device) -> Task:
+    """Loads the task with first parameters that depend on the seed only, and moves its model to the device."""
+    torch.manual_seed(config.seed)
+    task = load_task(config.task, config.task_options())
+    task.model.to(device).train()
+    return task
+
+
+def choose_precision(name: str, device: torch.device) -> Precision:
+    """The precision by its name; "auto" looks at the device.
+
+    Args:
+        name: as on the command line.
+        device: where the model computes.
+
+    Returns:
+        One that the device has.
+
+    Raises:
+        UsageError: it is unknown, or this device does not have it.
+    """
+    try:
+        precision = Precision.parse(name, device)
+        precision.region(device)
+    except (PrecisionError, UnsupportedError) as error:
+        raise UsageError(f"--precision {name}: {error}") from None
+    return precision
+
+
+def make_step(
+    config: TaskConfig,
+    task: Task,
+    *,
+    optimizer: Any,
+    schedule: WarmupCosine,
+    precision: Precision,
+    microbatch: int,
+) -> TrainStep:
+    """The training step.
+
+    Args:
+        config: clipping, and the task's name for messages.
+        task: model, loss and collation.
+        optimizer: over the model's parameters.
+        schedule: stepped once per applied step.
+        precision: what to compute in.
+        microbatch: samples of a micro-batch.
+
+    Returns:
+        A step that takes a list of samples.
+
+    Raises:
+        UsageError: the parts do not fit each other, or this kind of process is not supported.
+    """
+    try:
+        return TrainStep(
+            task.model,
+            optimizer,
+            task.loss_fn,
+            precision=precision,
+            microbatch=microbatch,
+            max_grad_norm=config.max_grad_norm,
+            scheduler=schedule,
+            collate=collate_of(task),
+        )
+    except (ValueError, UnsupportedError) as error:  # the core's complaints about what it was given
+        raise UsageError(f"task {config.task!r}: {error}") from error
+
+
+def collate_of(task: Task) -> Callable[[list[Any]], Any]:
+    """The task's collation, or torch's."""
+    return default_collate if task.collate is None else task.collate
+
+
+def resumed_folder(config: TrainConfig) -> Path:
+    """The folder of the run to go on with.
+
+    Args:
+        config: with `resume`.
+
+    Returns:
+        An existing run folder.
+
+    Raises:
+        UsageError: no run is there, or the configuration does not go on with it.
+    """
+    folder = Path(str(config.resume))
+    if config.out is not None:
+        raise UsageError(f"--out {config.out}: a resumed run writes to its own folder; leave --out away")
+    check_resumed(read_config(folder), config)
+    return folder
+
+
+def refuse_finished(run: Run) -> None:
+    """Raises `UsageError` where a resumed run has nothing left to do."""
+    if run.progress.ratio() < 1:
+        return
+    raise UsageError(
+        f"--resume {run.folder}: all is done ({run.progress.num_steps} steps, "
+        f"{run.progress.elapsed_seconds() / 60:.1f} minutes); give a larger --steps or --minutes to go on"
+    )

@@ -1,0 +1,120 @@
+"""The state of a run in one file, written so that a crash leaves the old one or the new one, never half of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accumulus.errors import UsageError
+
+if TYPE_CHECKING:
+    from accumulus.run.build import Run
+
+STATE_FILE = "state.pt"
+FORMAT = 1
+
+
+def save_state(run: Run, folder: Path) -> Path:
+    """Saves everything that the steps to come depend on.
+
+    Args:
+        run: between two steps.
+        folder: the run folder.
+
+    Returns:
+        The file; `torch.load(file, weights_only=True)` reads it.
+
+    Raises:
+        OSError: it cannot be written; an earlier state is untouched then.
+
+    Cost:
+        Waits for the device; one copy of parameters and optimizer state goes to the disk.
+    """
+    state = {
+        "format": FORMAT,
+        "num_train_samples": len(run.task.train_data),
+        "model": run.task.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "schedule": run.schedule.state_dict(),
+        "step": run.step.state_dict(),
+        "progress": run.progress.state_dict(),
+        "random": random_state(run.device),
+    }
+    path = folder / STATE_FILE
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return path
+
+
+def load_state(run: Run, folder: Path) -> None:
+    """Puts a run where a saved one was.
+
+    Args:
+        run: made from the same configuration; changed in place.
+        folder: a run folder.
+
+    Raises:
+        UsageError: there is no state, it cannot be read, or it belongs to something else.
+    """
+    path = folder / STATE_FILE
+    if not path.exists():
+        raise UsageError(f"--resume {folder}: no {STATE_FILE} there, so the run was never saved; start it anew")
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
+        raise UsageError(f"--resume {folder}: {STATE_FILE} cannot be read; it is damaged or no state") from None
+    check_belongs(run, state, folder)
+    try:
+        run.task.model.load_state_dict(state["model"])
+        run.optimizer.load_state_dict(state["optimizer"])
+        run.schedule.load_state_dict(state["schedule"])
+        run.step.load_state_dict(state["step"])
+        run.progress.load_state_dict(state["progress"])
+    except (KeyError, ValueError, RuntimeError) as error:
+        first = str(error).splitlines()[0]
+        raise UsageError(f"--resume {folder}: the state does not fit the task: {first}") from error
+    set_random_state(state["random"], run.device)
+
+
+def check_belongs(run: Run, state: Any, folder: Path) -> None:
+    """Refuses a state that is no state, or that was made on other data.
+
+    Args:
+        run: what the state is for.
+        state: what was read.
+        folder: for messages.
+
+    Raises:
+        UsageError: it does not belong to this run.
+    """
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise UsageError(f"--resume {folder}: {STATE_FILE} is not a state of this version; start a new run")
+    before, now = state["num_train_samples"], len(run.task.train_data)
+    if before != now:
+        raise UsageError(
+            f"--resume {folder}: the task had {before} training samples and now has {now}; give it the same data"
+        )
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The global random state that dropout draws from, on the CPU and on the device."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Puts back what `random_state` gave, as far as this machine has it."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,274 @@
+"""What a run is asked to do: frozen dataclasses that the command line is made from. No torch in here."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import tomli_w
+import tyro
+
+from accumulus.errors import UsageError
+
+CONFIG_FILE = "config.toml"
+DEFAULT_MINUTES = 1.2
+PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
+TASK_OPTIONS = ("data", "max_length", "d_model", "num_layers", "num_heads")
+NEEDS_LARGER_THAN_ZERO = ("batch_size", "steps", "minutes", "lr", "max_grad_norm", *TASK_OPTIONS[1:])
+MAY_CHANGE_ON_RESUME = frozenset({"steps", "minutes", "microbatch", "num_evals", "plain", "compile", "device"})
+"""What leaves the run's mathematics as it was: the law of the split is why `microbatch` is among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What training and benchmarking share.
+
+    Sizes that are not given are the task's own.
+
+    Raises:
+        UsageError: from `validate`.
+    """
+
+    task: Annotated[str, tyro.conf.Positional] = "bytes"
+    """A built-in task (bytes), path/to/file.py:function or package.module:function."""
+
+    data: tuple[str, ...] = ()
+    """Text files or folders to learn from, in place of the standard library's source."""
+
+    batch_size: int = 256
+    """Samples that one optimizer step learns from."""
+
+    microbatch: str = "32"
+    """Samples that go through the model at a time. Changes memory and speed, never the result."""
+
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm where it is longer; inf never clips."""
+
+    lr: float | None = None
+    """Peak learning rate. Default: the task's own."""
+
+    seed: int = 0
+    """Of the first parameters and of the order of the data."""
+
+    device: str = "auto"
+    """Where to train: auto (an accelerator where there is one), cpu, cuda, cuda:1, mps, ..."""
+
+    max_length: int | None = None
+    """Samples are cut after so many bytes. Default: the task's own (bytes: 128)."""
+
+    d_model: int | None = None
+    """Width of the model. Default: the task's own (bytes: 128)."""
+
+    num_layers: int | None = None
+    """Blocks of the model. Default: the task's own (bytes: 2)."""
+
+    num_heads: int | None = None
+    """Attention heads of a block. Default: the task's own (bytes: 4)."""
+
+    def validate(self) -> None:
+        """Refuses what cannot work, before anything is loaded.
+
+        Raises:
+            UsageError: a value is out of its bounds. The text names the flag, the value, the bound and the remedy.
+        """
+        for name in NEEDS_LARGER_THAN_ZERO:
+            value = getattr(self, name, None)
+            if value is not None and not value > 0:
+                raise UsageError(f"{flag(name)} {value} must be larger than 0")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"--seed {self.seed} must fit 64 bits")
+        if self.lr is not None and not math.isfinite(self.lr):
+            raise UsageError(f"--lr {self.lr} must be a finite number; 0.005 is a start")
+        self.microbatch_size()
+
+    def microbatch_size(self) -> int:
+        """The samples of a micro-batch as a number.
+
+        Returns:
+            At least 1; at most the batch size.
+
+        Raises:
+            UsageError: it is "auto", which is not built yet, or not a number above zero.
+        """
+        if self.microbatch == "auto":
+            raise UsageError("--microbatch auto arrives with a later version; give a number, such as 32")
+        try:
+            size = int(self.microbatch)
+        except ValueError:
+            raise UsageError(f"--microbatch {self.microbatch!r} must be a number of samples, such as 32") from None
+        if size < 1:
+            raise UsageError(f"--microbatch {size} must be larger than 0")
+        return min(size, self.batch_size)
+
+    def task_options(self) -> dict[str, Any]:
+        """Those options of the task itself that were given."""
+        given = {name: getattr(self, name) for name in TASK_OPTIONS}
+        return {name: value for name, value in given.items() if value not in (None, ())}
+
+    def to_toml(self) -> str:
+        """The configuration as TOML; what is None is left out and is None again when read."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        return tomli_w.dumps({key: value for key, value in plain.items() if value is not None})
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """Reads what `to_toml` wrote.
+
+        Args:
+            text: TOML.
+
+        Returns:
+            An equal configuration.
+
+        Raises:
+            UsageError: it is not TOML, or holds a name that no option has.
+        """
+        try:
+            values: dict[str, Any] = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"not a configuration: {error}") from None
+        unknown = sorted(values.keys() - {field.name for field in fields(cls)})
+        if unknown:
+            raise UsageError(f"unknown options in the configuration: {', '.join(unknown)}; remove them")
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(TaskConfig):
+    """Options of `accumulus train`.
+
+    Example:
+        >>> config = TrainConfig(steps=10, lr=0.01)
+        >>> TrainConfig.from_toml(config.to_toml()) == config
+        True
+    """
+
+    precision: str = "auto"
+    """auto (what this device does fast), fp32, tf32, bf16 or fp16."""
+
+    warmup: int = 10
+    """Steps over which the learning rate rises from zero."""
+
+    steps: int | None = None
+    """Steps to train. The learning rate then depends on the step alone, so the run can be repeated exactly."""
+
+    minutes: float | None = None
+    """Time to train, held-out measurements included; with --steps, whichever ends first. Default: 1.2 where
+    --steps is not given."""
+
+    num_evals: int = 10
+    """Held-out measurements, evenly spread over the run, besides the one before the first step."""
+
+    out: str | None = None
+    """The run folder. Default: runs/TASK-DATE-TIME."""
+
+    resume: str | None = None
+    """A run folder to go on with; its options hold, and only --steps, --minutes, --microbatch, --num-evals,
+    --device, --compile and --plain may be changed."""
+
+    compile: bool = False
+    """Compile the model with torch.compile: a slow start, then faster steps."""
+
+    plain: bool = False
+    """Plain lines instead of a progress bar; always so where the output is not a terminal."""
+
+    def validate(self) -> None:
+        """As `TaskConfig.validate`."""
+        super().validate()
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"--precision {self.precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+        if self.warmup < 0 or self.num_evals < 0:
+            name = "warmup" if self.warmup < 0 else "num_evals"
+            raise UsageError(f"{flag(name)} {getattr(self, name)} must be at least 0")
+        if self.minutes is not None and not math.isfinite(self.minutes):
+            raise UsageError(f"--minutes {self.minutes} must be finite; leave it out and give --steps instead")
+
+    def limits(self) -> tuple[int | None, float | None]:
+        """Steps and seconds after which the run ends; at least one of them is a number."""
+        if self.steps is None and self.minutes is None:
+            return None, DEFAULT_MINUTES * 60
+        return self.steps, None if self.minutes is None else self.minutes * 60
+
+    def stored(self) -> TrainConfig:
+        """The configuration as it goes into the run folder, which does not name itself."""
+        return replace(self, resume=None, out=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(TaskConfig):
+    """Options of `accumulus bench`."""
+
+    steps: int = 4
+    """Measured steps of each case, after one that is left out."""
+
+    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    """Precisions to compare."""
+
+    json: str | None = None
+    """A file for the figures."""
+
+    def validate(self) -> None:
+        """As `TaskConfig.validate`."""
+        super().validate()
+        unknown = [name for name in self.precisions if name not in PRECISIONS]
+        if unknown or not self.precisions:
+            shown = ", ".join(map(repr, unknown)) or "nothing"
+            raise UsageError(f"--precisions: {shown} is unknown; use some of {', '.join(PRECISIONS)}")
+        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
+            raise UsageError(f"--json {self.json}: its folder does not exist; make it first")
+
+
+def read_config(run_folder: str | Path) -> TrainConfig:
+    """The configuration of an earlier run.
+
+    Args:
+        run_folder: what that run wrote to.
+
+    Returns:
+        Its options.
+
+    Raises:
+        UsageError: no run is there, or its configuration cannot be read.
+    """
+    path = Path(run_folder) / CONFIG_FILE
+    try:
+        return TrainConfig.from_toml(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError):
+        raise UsageError(f"--resume {run_folder}: no {CONFIG_FILE} there; give the folder of a run") from None
+    except UsageError as error:
+        raise UsageError(f"--resume {run_folder}: {error}") from None
+
+
+def check_resumed(before: TrainConfig, now: TrainConfig) -> None:
+    """Refuses to go on with a run as if it had been another.
+
+    Args:
+        before: what the run was started with.
+        now: what it is to go on with.
+
+    Raises:
+        UsageError: an option differs that the steps already made depend on.
+    """
+    for name, value in changed_options(before, now).items():
+        if name not in MAY_CHANGE_ON_RESUME | {"resume", "out"}:
+            was = getattr(before, name)
+            raise UsageError(
+                f"--resume goes on with the run as it was: {flag(name)} was {was} and cannot become {value}; "
+                "leave it out, or start a new run"
+            )
+
+
+def changed_options(before: TrainConfig, now: TrainConfig) -> Mapping[str, Any]:
+    """Options that differ, by name, with their new values."""
+    names = [field.name for field in fields(before)]
+    return {name: getattr(now, name) for name in names if getattr(before, name) != getattr(now, name)}
+
+
+def flag(name: str) -> str:
+    """A field's name as the command line writes it."""
+    return "--" + name.replace("_", "-")

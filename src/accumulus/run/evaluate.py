@@ -1,0 +1,77 @@
+"""Held-out numbers: the mean loss over all elements, exactly, whatever pieces the data is evaluated in."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accumulus import Loss, Precision
+
+
+@torch.no_grad()
+def mean_loss(
+    model: nn.Module,
+    data: Sequence[Any],
+    *,
+    loss_fn: Callable[[Any, Any], Any],
+    collate: Callable[[list[Any]], Any],
+    batch_size: int,
+    precision: Precision,
+    device: torch.device,
+) -> float:
+    """The mean loss over held-out data.
+
+    Args:
+        model: evaluated in eval mode, and put back into the mode it was in.
+        data: samples.
+        loss_fn: as `TrainStep` takes it.
+        collate: makes a piece from a list of samples.
+        batch_size: samples that go through the model at a time.
+        precision: what the model computes in.
+        device: where the model is.
+
+    Returns:
+        The sum over terms of `sum_k / weight_k`, summed in float64; NaN where every weight is zero.
+
+    Cost:
+        Waits for the device once per piece.
+    """
+    sums: dict[str, float] = defaultdict(float)
+    weights: dict[str, float] = defaultdict(float)
+    was_training = model.training
+    model.eval()
+    try:
+        with precision.region(device):
+            for start in range(0, len(data), batch_size):
+                samples = [data[index] for index in range(start, min(start + batch_size, len(data)))]
+                returned = loss_fn(model, to_device(collate(samples), device))
+                for name, loss in terms_of(returned, len(samples)).items():
+                    sums[name] += float(loss.sum)
+                    weights[name] += float(loss.weight)
+    finally:
+        model.train(was_training)
+    used = [name for name in sums if weights[name]]
+    return sum(sums[name] / weights[name] for name in used) if used else float("nan")
+
+
+def terms_of(returned: Any, num_samples: int) -> dict[str, Loss]:
+    """What a loss function returned, as named sums."""
+    named = returned if isinstance(returned, Mapping) else {"loss": returned}
+    return {name: loss if isinstance(loss, Loss) else Loss.mean(loss, num_samples) for name, loss in named.items()}
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Tensors inside dicts, lists and tuples on the device; everything else as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {name: to_device(item, device) for name, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_device(item, device) for item in value)
+    return value

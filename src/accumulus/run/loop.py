@@ -1,0 +1,157 @@
+"""`train`: the main job. Read this file first."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accumulus.run.build import Run, build
+from accumulus.run.checkpoint import save_state
+from accumulus.run.config import TrainConfig
+from accumulus.run.display import Display, choose_display
+from accumulus.run.evaluate import mean_loss
+from accumulus.run.machine import peak_bytes
+from accumulus.run.record import Recorder
+from accumulus.run.stop import StopRequest
+from accumulus.run.summary import show_summary, summarize
+
+
+def train(config: TrainConfig) -> int:
+    """Trains a task: steps, records, held-out measurements, a state to go on from, a summary.
+
+    Args:
+        config: what to do.
+
+    Returns:
+        The exit code: 0 when the run went to its end, 128 plus the signal's number when it was stopped.
+
+    Raises:
+        UsageError: bad input; nothing was written.
+        AccumulusError: the training cannot go on. The state is saved.
+        KeyboardInterrupt: a second Ctrl-C.
+    """
+    run = build(config)
+    display = choose_display(plain=config.plain)
+    display.describe(run.folder, run.task, precision=run.precision, device=run.device)
+    with Recorder(run.folder, last_step=run.progress.num_steps) as recorder, StopRequest(display.stopping) as stop:
+        try:
+            with display:
+                run_steps(run, recorder, display=display, stop=stop)
+        except Exception:
+            save_state(run, run.folder)
+            raise
+        save_state(run, run.folder)
+    if stop.signal is not None:
+        display.say(f"stopped after step {run.progress.num_steps}; go on with: {resume_command(run.folder)}")
+        return 128 + stop.signal
+    finish(run, display)
+    return 0
+
+
+def run_steps(run: Run, recorder: Recorder, *, display: Display, stop: StopRequest) -> None:
+    """Steps until the run is over or asked to stop.
+
+    Args:
+        run: at its first step, or where an earlier one stopped.
+        recorder: gets a record of every step and of every held-out measurement.
+        display: shows them.
+        stop: the request to stop.
+    """
+    run.progress.start_clock()
+    if run.progress.num_steps == 0:
+        measure_heldout(run, recorder, display)
+    while run.progress.ratio() < 1 and stop.signal is None:
+        record = take_step(run)
+        recorder.add_step(record)
+        display.show_step(record, run.progress)
+        if run.progress.eval_is_due(run.config.num_evals):
+            measure_heldout(run, recorder, display)
+
+
+def take_step(run: Run) -> dict[str, Any]:
+    """One optimizer step.
+
+    Args:
+        run: changed in place: parameters, optimizer, schedule, progress.
+
+    Returns:
+        The step's record, plain numbers only.
+    """
+    started = time.perf_counter()
+    result = run.step(run.batches[run.progress.num_steps]).to_dict()  # reading it waits for the device, once
+    step_seconds = time.perf_counter() - started
+    run.progress.end_step(applied=result["applied"])
+    weight = result["weight"]
+    num_tokens = sum(weight.values()) if isinstance(weight, Mapping) else weight
+    return {
+        "step": run.progress.num_steps,
+        "loss": result["loss"],
+        **derived_numbers(run, result["loss"]),
+        **{name: result[name] for name in ("grad_norm", "clipped", "loss_scale", "all_finite", "applied", "lr")},
+        "num_tokens": num_tokens,
+        **{name: result[name] for name in ("num_samples", "num_microbatches")},
+        **result["metrics"],
+        "step_seconds": step_seconds,
+        "tokens_per_second": num_tokens / step_seconds,
+        "peak_bytes": peak_bytes(run.device),
+        "num_skipped": run.progress.num_skipped,
+    }
+
+
+def measure_heldout(run: Run, recorder: Recorder, display: Display) -> None:
+    """Measures the held-out data, where the task has some.
+
+    Args:
+        run: its parameters stay as they are.
+        recorder: gets the record.
+        display: shows it.
+    """
+    task = run.task
+    if task.eval_data is None:
+        return
+    if task.evaluate is not None:
+        numbers = dict(task.evaluate(task.model, task.eval_data))
+    else:
+        loss = mean_loss(
+            task.model,
+            task.eval_data,
+            loss_fn=task.loss_fn,
+            collate=run.collate,
+            batch_size=run.config.microbatch_size(),
+            precision=run.precision,
+            device=run.device,
+        )
+        numbers = {"loss": loss}
+    if "loss" in numbers:
+        numbers |= derived_numbers(run, numbers["loss"])
+    record = {"step": run.progress.num_steps, "seconds": run.progress.elapsed_seconds(), **numbers}
+    recorder.add_heldout(record)
+    display.show_heldout(record)
+
+
+def derived_numbers(run: Run, loss: float) -> dict[str, float]:
+    """What the task computes from a mean loss; NaN where its function cannot."""
+    numbers: dict[str, float] = {}
+    for name, function in run.task.derived.items():
+        try:
+            numbers[name] = float(function(loss))
+        except (OverflowError, ValueError):  # exp of a large loss, log of a negative one
+            numbers[name] = math.nan
+    return numbers
+
+
+def finish(run: Run, display: Display) -> None:
+    """Shows what came out, and what the model can do."""
+    show_summary(display.console, summarize(run.folder), unit=run.task.unit)
+    if run.task.sample is not None:
+        run.task.model.eval()
+        display.say(f"\nthe model writes:\n{run.task.sample(run.task.model)}")
+
+
+def resume_command(folder: Path) -> str:
+    """What to type to go on."""
+    shown = str(folder)
+    return f"accumulus train --resume {shown!r}" if " " in shown else f"accumulus train --resume {shown}"

@@ -1,0 +1,356 @@
+"""Loss scales: three frozen classes with one interface. `scale.next(all_finite)` returns the successor.
+
+A loss scale S multiplies the loss before the backward pass, so that gradients which fp16 would flush to zero stay
+representable, and is divided out inside the optimizer's own update. Powers of two change no mantissa bit.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Protocol, Self, TypeVar
+
+from accumulus.errors import PrecisionError, ScaleCollapseError, StateError
+
+__all__ = ["DynamicScale", "LossScale", "NoScale", "StaticScale", "restore_scale"]
+
+S = TypeVar("S")
+
+MAX_SKIPS = 32
+"""Skipped steps in a row before training stops: more than the 17 it takes to get from 2**16 below 1."""
+
+
+class LossScale(Protocol):
+    """What a step needs of a loss scale."""
+
+    @property
+    def num_skips(self) -> int:
+        """Non-finite steps in a row until now."""
+
+    def __float__(self) -> float: ...
+
+    def next(self, all_finite: bool) -> Self:
+        """The scale of the next step, after one whose gradients were all finite or not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every field, as plain values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoScale:
+    """No loss scaling: the scale is 1.
+
+    Args:
+        max_skips: stop after this many non-finite steps in a row.
+        num_skips: non-finite steps in a row until now (state).
+
+    Raises:
+        PrecisionError: `max_skips` is below 1.
+    """
+
+    max_skips: int = MAX_SKIPS
+    num_skips: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.max_skips >= 1, "max_skips", self.max_skips, "at least 1")
+
+    def __float__(self) -> float:
+        return 1.0
+
+    def next(self, all_finite: bool) -> NoScale:
+        """The successor.
+
+        Args:
+            all_finite: whether every gradient of the step was finite.
+
+        Returns:
+            The scale of the next step.
+
+        Raises:
+            ScaleCollapseError: this was the `max_skips`-th non-finite step in a row.
+        """
+        return replace(self, num_skips=_count_skips(self, all_finite))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every field, as plain values.
+
+        Returns:
+            Field name to value, and the class's name as `kind`.
+        """
+        return _state(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> NoScale:
+        """The scale that a saved state describes. Frozen: returns it and changes nothing.
+
+        Args:
+            state: from `state_dict`, or the empty state of a disabled `torch.amp.GradScaler`.
+
+        Returns:
+            The restored scale.
+
+        Raises:
+            StateError: the state is of another kind of scale, or a field is missing or unknown.
+        """
+        return _restore(self, state) if state else self
+
+
+@dataclass(frozen=True, slots=True)
+class StaticScale:
+    """A loss scale that never changes; a non-finite step is skipped.
+
+    Args:
+        value: the scale, positive and finite; a power of two changes no mantissa bit.
+        max_skips: stop after this many non-finite steps in a row.
+        num_skips: non-finite steps in a row until now (state).
+
+    Raises:
+        PrecisionError: an argument is out of its bounds.
+    """
+
+    value: float
+    max_skips: int = MAX_SKIPS
+    num_skips: int = 0
+
+    def __post_init__(self) -> None:
+        _check(0 < self.value < math.inf, "value", self.value, "positive and finite")
+        _check(self.max_skips >= 1, "max_skips", self.max_skips, "at least 1")
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def next(self, all_finite: bool) -> StaticScale:
+        """The successor.
+
+        Args:
+            all_finite: whether every gradient of the step was finite.
+
+        Returns:
+            The scale of the next step.
+
+        Raises:
+            ScaleCollapseError: this was the `max_skips`-th non-finite step in a row.
+        """
+        return replace(self, num_skips=_count_skips(self, all_finite))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every field, as plain values.
+
+        Returns:
+            Field name to value, and the class's name as `kind`.
+        """
+        return _state(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> StaticScale:
+        """The scale that a saved state describes. Frozen: returns it and changes nothing.
+
+        Args:
+            state: from `state_dict`.
+
+        Returns:
+            The restored scale.
+
+        Raises:
+            StateError: the state is of another kind of scale, or a field is missing or unknown.
+        """
+        return _restore(self, state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScale:
+    """A loss scale that grows after a run of finite steps and shrinks after non-finite ones.
+
+    With `hysteresis=1` and the scale above `minimum` its sequence equals `torch.amp.GradScaler`'s, step for step.
+
+    Args:
+        initial: scale of the first step.
+        growth: factor after `growth_interval` finite steps in a row, above 1.
+        backoff: factor after a non-finite step, between 0 and 1.
+        growth_interval: finite steps in a row before growing.
+        hysteresis: non-finite steps to tolerate before shrinking; the tolerance is restored by growing.
+        minimum: the scale never goes below it.
+        max_skips: stop after this many non-finite steps in a row.
+        scale: the present scale (state); `initial` if not given.
+        num_finite: finite steps in a row until now (state).
+        num_skips: non-finite steps in a row until now (state).
+        tolerance_left: non-finite steps still tolerated before shrinking (state).
+
+    Raises:
+        PrecisionError: an argument is out of its bounds.
+
+    Source:
+        Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
+
+    Example:
+        >>> scale = DynamicScale(initial=1024.0)
+        >>> float(scale.next(all_finite=False))
+        512.0
+    """
+
+    initial: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    minimum: float = 1.0
+    max_skips: int = MAX_SKIPS
+    scale: float | None = None
+    num_finite: int = 0
+    num_skips: int = 0
+    tolerance_left: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(0 < self.minimum < math.inf, "minimum", self.minimum, "positive and finite")
+        _check(
+            self.minimum <= self.initial < math.inf,
+            "initial",
+            self.initial,
+            f"finite and at least {self.minimum}",
+        )
+        _check(1 < self.growth < math.inf, "growth", self.growth, "above 1")
+        _check(0 < self.backoff < 1, "backoff", self.backoff, "between 0 and 1")
+        for name in ("growth_interval", "hysteresis", "max_skips"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        if self.scale is None:
+            object.__setattr__(self, "scale", float(self.initial))
+        if self.tolerance_left is None:
+            object.__setattr__(self, "tolerance_left", self.hysteresis)
+        _check(0 < float(self) < math.inf, "scale", self.scale, "positive and finite")
+
+    def __float__(self) -> float:
+        assert self.scale is not None  # set in __post_init__
+        return float(self.scale)
+
+    def next(self, all_finite: bool) -> DynamicScale:
+        """The successor.
+
+        Args:
+            all_finite: whether every gradient of the step was finite.
+
+        Returns:
+            The scale of the next step.
+
+        Raises:
+            ScaleCollapseError: a non-finite step at the minimum, or the `max_skips`-th in a row.
+        """
+        num_skips = _count_skips(self, all_finite)
+        return self._after_finite() if all_finite else self._after_nonfinite(num_skips)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every field, as plain values.
+
+        Returns:
+            Field name to value, and the class's name as `kind`.
+        """
+        return _state(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> DynamicScale:
+        """The scale that a saved state describes. Frozen: returns it and changes nothing.
+
+        Args:
+            state: from `state_dict`, or from `torch.amp.GradScaler.state_dict()`; what the latter does not know
+                (hysteresis, minimum, max_skips) is taken from this scale.
+
+        Returns:
+            The restored scale.
+
+        Raises:
+            StateError: the state is of another kind of scale, or a field is missing or unknown.
+        """
+        if "_growth_tracker" not in state:
+            return _restore(self, state)
+        scale = float(state["scale"])
+        return replace(
+            self,
+            initial=scale,
+            minimum=min(self.minimum, scale),
+            growth=float(state["growth_factor"]),
+            backoff=float(state["backoff_factor"]),
+            growth_interval=int(state["growth_interval"]),
+            scale=scale,
+            num_finite=int(state["_growth_tracker"]),
+            num_skips=0,
+            tolerance_left=None,
+        )
+
+    def _after_finite(self) -> DynamicScale:
+        if self.num_finite + 1 < self.growth_interval:
+            return replace(self, num_finite=self.num_finite + 1, num_skips=0)
+        grown = _as_float32(float(self) * self.growth)
+        scale = grown if math.isfinite(grown) else float(self)
+        return replace(self, scale=scale, num_finite=0, num_skips=0, tolerance_left=self.hysteresis)
+
+    def _after_nonfinite(self, num_skips: int) -> DynamicScale:
+        assert self.tolerance_left is not None  # set in __post_init__
+        left = max(0, self.tolerance_left - 1)
+        if left > 0:
+            return replace(self, num_finite=0, num_skips=num_skips, tolerance_left=left)
+        if float(self) <= self.minimum:
+            raise ScaleCollapseError(
+                f"non-finite gradients at loss scale {float(self):g}, which is the minimum, "
+                f"after {num_skips} skipped steps in a row"
+            )
+        scale = max(_as_float32(float(self) * self.backoff), self.minimum)
+        return replace(self, scale=scale, num_finite=0, num_skips=num_skips, tolerance_left=left)
+
+
+def restore_scale(present: LossScale, state: Mapping[str, Any]) -> LossScale:
+    """The loss scale of a saved state, for an object that now holds `present`.
+
+    Args:
+        present: a scale of the kind that the state must have.
+        state: from `state_dict`, or a `torch.amp.GradScaler`'s.
+
+    Returns:
+        The restored scale.
+
+    Raises:
+        StateError: the state is of another kind of scale.
+    """
+    load = getattr(present, "load_state_dict", None)
+    if load is None:
+        raise StateError(f"{type(present).__name__} has no load_state_dict, so its state cannot be restored")
+    restored: LossScale = load(state)
+    return restored
+
+
+def _count_skips(scale: LossScale, all_finite: bool) -> int:
+    num_skips = 0 if all_finite else scale.num_skips + 1
+    limit: int = getattr(scale, "max_skips", MAX_SKIPS)
+    if num_skips >= limit:
+        raise ScaleCollapseError(
+            f"{num_skips} steps in a row had non-finite gradients, the last at loss scale {float(scale):g}"
+        )
+    return num_skips
+
+
+def _as_float32(value: float) -> float:
+    """Rounded to float32, where GradScaler keeps its scale; infinity beyond its range."""
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.inf
+    return rounded
+
+
+def _state(scale: Any) -> dict[str, Any]:
+    return {"kind": type(scale).__name__, **asdict(scale)}
+
+
+def _restore(scale: S, state: Mapping[str, Any]) -> S:
+    kind = type(scale).__name__
+    if state.get("kind") != kind:
+        raise StateError(
+            f"the saved loss scale is a {state.get('kind', 'scale of torch.amp.GradScaler')}, this step uses {kind}; "
+            "use the precision and loss_scale it was saved with, or leave 'loss_scale' out of the state to start anew"
+        )
+    names = {f.name for f in fields(scale)}  # type: ignore[arg-type]
+    if state.keys() - {"kind"} != names:
+        raise StateError(f"a saved {kind} has the fields {sorted(names)}, not {sorted(state.keys() - {'kind'})}")
+    return type(scale)(**{name: state[name] for name in names})
+
+
+def _check(holds: bool, name: str, value: object, bound: str) -> None:
+    if not holds:
+        raise PrecisionError(f"a loss scale's {name} must be {bound}, not {value}")
