@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumulus import host
 from accumulus.errors import ScaleCollapseError, StateError, UnsupportedError, WeightError
+from accumulus.host import Flag
 from accumulus.scaling import LossScale, restore_scale
 from accumulus.types import Scheduler
 
@@ -25,26 +27,28 @@ class Outcome:
     """Whether a step was finite and applied, on its way to the host.
 
     Args:
-        all_finite: bool tensor: every gradient was finite.
-        applied: bool tensor: parameters were updated.
+        all_finite: every gradient was finite.
+        applied: parameters were updated.
     """
 
-    __slots__ = ("_copied", "_flags")
+    __slots__ = ("_copied", "_flags", "is_known")
 
-    def __init__(self, all_finite: Tensor, applied: Tensor) -> None:
+    def __init__(self, all_finite: Flag, applied: Flag) -> None:
         self._copied: torch.cuda.Event | None = None
-        self._flags: Tensor | tuple[Tensor, Tensor] = (all_finite, applied)
-        if all_finite.device.type == "cuda":
-            flags = torch.stack((all_finite, applied))
+        self._flags: Any = (all_finite, applied)
+        tensors = [flag for flag in self._flags if isinstance(flag, Tensor)]
+        self.is_known = not tensors
+        if tensors and tensors[0].is_cuda:
+            flags = torch.stack([host.as_tensor(flag, tensors[0], torch.bool) for flag in self._flags])
             self._flags = torch.empty(2, dtype=torch.bool, pin_memory=True).copy_(flags, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(all_finite.device))
+            self._copied.record(torch.cuda.current_stream(flags.device))
 
     def read(self) -> tuple[bool, bool]:
         """Waits for the step and returns `(all_finite, applied)`."""
         if self._copied is not None:
             self._copied.synchronize()
-        all_finite, applied = (bool(flag.tolist()) for flag in self._flags)
+        all_finite, applied = (host.wait_for(flag) for flag in self._flags)
         return all_finite, applied
 
 
@@ -76,14 +80,11 @@ class Ledger:
         self.settle()
         return self._loss_scale
 
-    def post(
-        self, outcome: Outcome, device: torch.device, *, problem: Callable[[], str], cause: Callable[[], str]
-    ) -> None:
+    def post(self, outcome: Outcome, *, problem: Callable[[], str], cause: Callable[[], str]) -> None:
         """Takes note of a step that was just started.
 
         Args:
             outcome: on its way to the host.
-            device: where it is computed.
             problem: says why a step that was finite was not applied; empty where that is in order.
             cause: finds out why gradients are non-finite, when training is about to stop.
 
@@ -92,7 +93,7 @@ class Ledger:
         """
         self._pending = (outcome, problem)
         # After a skipped step the outcome is awaited, so that the batch is still there when the cause is asked for.
-        if not must_wait_for(device) or self._loss_scale.num_skips > 0:
+        if outcome.is_known or self._loss_scale.num_skips > 0:
             self.settle(cause)
 
     def settle(self, cause: Callable[[], str] | None = None) -> None:
@@ -150,8 +151,3 @@ class Ledger:
             self._loss_scale = restore_scale(self._loss_scale, state["loss_scale"])
         for name in COUNTERS:
             setattr(self, name, int(state.get(name, 0)))
-
-
-def must_wait_for(device: torch.device) -> bool:
-    """Whether reading what the device computes would make the host wait."""
-    return device.type != "cpu"

@@ -107,16 +107,18 @@ class Microbatches:
 
     __slots__ = ("_device", "_pieces", "batch", "num_samples", "sizes")
 
-    def __init__(
-        self, batch: Any, split: Split, device: torch.device, *, collate: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, batch: Any, split: Split, device: torch.device, *, collate: Callable[[Any], Any] | None) -> None:
         self.batch = batch
-        self.num_samples = pytree.batch_length(batch) if collate is None else _sample_count(batch)
+        tree = pytree.sliceable(batch) if collate is None else None
+        self.num_samples = tree.length if tree is not None else _sample_count(batch)
         self.sizes = split.sizes(self.num_samples)
         if sum(self.sizes) != self.num_samples or min(self.sizes) < 1:
             raise SplitError(f"{split!r} cut {self.num_samples} samples into {list(self.sizes)}; the sizes must add up")
         self._device = device
-        self._pieces = pytree.cut(batch, self.sizes) if collate is None else _collated(batch, self.sizes, collate)
+        if tree is not None:
+            self._pieces = tree.cut(self.sizes)
+        elif collate is not None:
+            self._pieces = _collated(batch, self.sizes, collate)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -125,10 +127,7 @@ class Microbatches:
         """Yields each micro-batch on the device, and whether it is the last. Once only."""
         last = len(self.sizes) - 1
         for index, piece in enumerate(self._pieces):
-            yield self._moved(piece), index == last
-
-    def _moved(self, piece: Any) -> Any:
-        return move(piece, self._device)
+            yield move(piece, self._device), index == last
 
 
 def move(tree: Any, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accumulus.errors import BatchError
 
-__all__ = ["batch_length", "cut", "map_tensors"]
+__all__ = ["Sliceable", "map_tensors", "sliceable"]
 
 Rebuild: TypeAlias = Callable[[Iterator[Any]], Any]
 """Makes a tree of the flattened one's shape, taking its leaves from an iterator."""
@@ -49,48 +49,54 @@ class Leaf:
     @property
     def rows(self) -> int | None:
         """Length along the first dimension; None for what every micro-batch shares."""
-        if isinstance(self.value, list):
+        if isinstance(self.value, list) or (is_array(self.value) and self.value.ndim):
             return len(self.value)
-        return int(self.value.shape[0]) if is_array(self.value) and self.value.ndim else None
+        return None
 
 
-def batch_length(batch: Any) -> int:
-    """The number of samples: the first dimension that all tensors of the batch share.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sliceable:
+    """A batch that has been looked at: its length, its leaves, and how to build such a tree again."""
+
+    length: int
+    leaves: list[Leaf]
+    rebuild: Rebuild
+
+    def cut(self, sizes: Sequence[int]) -> Iterator[Any]:
+        """Cuts the batch into consecutive micro-batches; tensors and arrays become views.
+
+        Args:
+            sizes: samples in each micro-batch; their sum is the batch's length.
+
+        Returns:
+            An iterator over the micro-batches, each a tree of the batch's own types.
+        """
+        pieces = [_pieces(leaf, sizes) for leaf in self.leaves]
+        return (self.rebuild(iter(parts)) for parts in zip(*pieces, strict=True))
+
+
+def sliceable(batch: Any) -> Sliceable:
+    """Looks at a batch once, so that it can be cut.
+
+    Tensors and arrays are cut along their first dimension. A list as long as the batch is cut too, unless it holds
+    only tensors of the batch's length: then it is a container of them, as `[inputs, labels]` is. Tensors without
+    dimensions, numbers, strings and None go to every micro-batch.
 
     Args:
         batch: a tree of dicts, `UserDict`s, lists, tuples, namedtuples and dataclasses over tensors and arrays.
 
     Returns:
-        The number of samples, at least 1.
+        The batch, ready to be cut.
 
     Raises:
         BatchError: no tensor has a first dimension, they disagree, it is 0, or a leaf's type is not known.
     """
-    return _rows_of(flatten(batch, _is_never_leaf)[0])
-
-
-def cut(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
-    """Cuts a batch into consecutive micro-batches.
-
-    Tensors and arrays are cut along their first dimension, as views. A list as long as the batch is cut too,
-    unless it holds only tensors of the batch's length: then it is a container of them, as `[inputs, labels]` is.
-    Tensors without dimensions, numbers, strings and None go to every micro-batch.
-
-    Args:
-        batch: as for `batch_length`.
-        sizes: samples in each micro-batch; their sum is the batch's length.
-
-    Returns:
-        An iterator over the micro-batches, each a tree of the batch's own types.
-
-    Raises:
-        BatchError: as for `batch_length`; raised here, not at the first micro-batch.
-    """
-    length = batch_length(batch)
-    leaves, rebuild = flatten(batch, lambda node: _is_sample_list(node, length))
-    _rows_of(leaves)
-    pieces = [_pieces(leaf, sizes) for leaf in leaves]
-    return (rebuild(iter(parts)) for parts in zip(*pieces, strict=False))
+    leaves, rebuild = flatten(batch, _is_never_leaf)
+    length = _rows_of(leaves)
+    if any(leaf.in_list for leaf in leaves):
+        leaves, rebuild = flatten(batch, lambda node: _is_sample_list(node, length))
+        _rows_of(leaves)
+    return Sliceable(length, leaves, rebuild)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -98,7 +104,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
     Args:
         function: what to do with each tensor.
-        tree: as for `batch_length`, but leaves may be of any type.
+        tree: as for `sliceable`, but leaves may be of any type.
 
     Returns:
         A new tree of the same types.
@@ -160,6 +166,12 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
 
 def _rebuilder(node: Any, children: list[tuple[Any, Rebuild]]) -> Rebuild:
     kind = type(node)
+    if all(build is next for _, build in children):  # the usual flat batch, without a call per leaf
+        keys, count = [key for key, _ in children], len(children)
+        if kind is dict:
+            return lambda leaves: dict(zip(keys, leaves, strict=False))
+        if kind in (tuple, list):
+            return lambda leaves: kind(itertools.islice(leaves, count))
     if kind is dict:
         return lambda leaves: {key: build(leaves) for key, build in children}
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -228,7 +240,7 @@ def _pieces(leaf: Leaf, sizes: Sequence[int]) -> Any:
     if isinstance(value, Tensor) and value.ndim:
         if value.layout != torch.strided:
             raise BatchError(f"batch{leaf.path} is a tensor of layout {value.layout}; pass samples and collate=")
-        return torch.split(value, list(sizes))
+        return value.split_with_sizes(list(sizes))
     if leaf.rows is None:
         return itertools.repeat(value, len(sizes))
     stops = list(itertools.accumulate(sizes))

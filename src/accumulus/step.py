@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from accumulus import host
 from accumulus.collapse import find_cause, untouched
 from accumulus.dist.sync import choose_sync
 from accumulus.errors import OptimizerError, StateError
@@ -135,7 +136,7 @@ class TrainStep:
                 with self.sync.only_if(is_last):
                     window.backward(self.loss_fn(self.model, part))
             totals = window.totals()
-        report = self.update(totals.divisor, totals.is_valid, like=totals.loss)  # the only change of a parameter
+        report = self.update(totals.divisor, totals.is_valid)  # the only change of a parameter
         return self._result(totals, report, window, parts, started)
 
     @property
@@ -187,23 +188,23 @@ class TrainStep:
     def _result(
         self, totals: Totals, report: Report, window: Window, parts: Microbatches, started: float
     ) -> StepResult:
+        like = totals.like
         result = StepResult(
-            loss=totals.loss,
-            grad_norm=report.grad_norm,
-            clipped=report.clipped,
-            all_finite=report.all_finite,
-            applied=report.applied,
+            loss=host.as_tensor(totals.loss, like, like.dtype),
+            grad_norm=None if report.grad_norm is None else host.as_tensor(report.grad_norm, like, like.dtype),
+            clipped=host.as_flag(report.clipped, like),
+            all_finite=host.as_flag(report.all_finite, like),
+            applied=host.as_flag(report.applied, like),
             loss_scale=window.scale,
             weight=totals.weight,
             num_microbatches=totals.num_microbatches,
             num_samples=parts.num_samples,
-            metrics=totals.metrics,
+            metrics={name: host.as_tensor(value, like) for name, value in totals.metrics.items()},
             lr=report.lr,
             seconds=time.perf_counter() - started,
         )
         self.ledger.post(
             Outcome(report.all_finite, report.applied),
-            report.applied.device,
             problem=window.explain if totals.is_valid is not True else str,
             cause=lambda: find_cause(lambda scale: self._try(parts.batch, scale), window.scale),
         )
@@ -220,7 +221,7 @@ class TrainStep:
             loss = window.totals().loss
         all_finite = self.update.is_finite()
         self.update.discard()
-        return bool(loss.isfinite()), all_finite
+        return host.wait_for(host.is_finite(loss)), all_finite
 
 
 def _device_of(model: Any, device: torch.device | str | None) -> torch.device:

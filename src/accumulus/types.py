@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from accumulus import host
 from accumulus.errors import LossError, WeightError
 
 Batch: TypeAlias = Any
@@ -205,6 +206,10 @@ def read_weight(weight: Any, wait: bool = False) -> Weight:
         WeightError: it is negative, NaN, infinite, not a scalar, not a number, or 16-bit.
     """
     if isinstance(weight, Tensor):
+        stays = not (wait or host.reads_freely(weight.device))
+        count: Any = None if stays else weight.tolist()
+        if type(count) is int and count >= 0:  # the usual count of a mask, checked at once
+            return count
         if weight.numel() != 1 or weight.is_complex():
             raise WeightError(f"a weight must be one real number, not {describe(weight)}; use mask.sum()")
         if weight.dtype in HALF_DTYPES:
@@ -212,9 +217,9 @@ def read_weight(weight: Any, wait: bool = False) -> Weight:
                 f"a weight in {weight.dtype} cannot count beyond {2048 if weight.dtype == torch.float16 else 256} "
                 "exactly; use mask.sum(dtype=torch.float32) or Loss.masked(values, mask)"
             )
-        if not wait and stays_on_device(weight):
+        if stays:
             return weight.detach().reshape(())
-        weight = weight.detach().reshape(()).tolist()
+        weight = next(iter(weight.reshape(-1).tolist()))
     try:
         number = weight if isinstance(weight, int) else float(weight)
     except (TypeError, ValueError):
@@ -222,11 +227,6 @@ def read_weight(weight: Any, wait: bool = False) -> Weight:
     if not (0 <= number < math.inf):
         raise WeightError(f"a weight must be finite and at least 0, not {number}; count the elements of the loss")
     return int(number) if isinstance(number, bool) else number
-
-
-def stays_on_device(tensor: Tensor) -> bool:
-    """Whether reading the tensor would make the host wait for an accelerator."""
-    return tensor.device.type != "cpu"
 
 
 def at_least_float32(value: Tensor) -> Tensor:
@@ -250,8 +250,3 @@ def to_python(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: to_python(item) for name, item in value.items()}
     return value
-
-
-def bool_of(value: bool | Tensor) -> bool:
-    """The truth value. Of a tensor on an accelerator it waits for the device; on a CPU it runs no operator."""
-    return bool(value.tolist()) if isinstance(value, Tensor) else value

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from accumulus import host
 from accumulus.errors import OptimizerError, PrecisionError, UnsupportedError, WindowError
-from accumulus.types import HALF_DTYPES, Model, Optimizer, bool_of
+from accumulus.host import Flag, Scalar
+from accumulus.types import HALF_DTYPES, Model, Optimizer
 
 __all__ = ["Report", "Update"]
 
@@ -28,10 +29,12 @@ FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Ada
 BLAS_LIMIT = 2**31 - 1
 """Elements that a BLAS call can count."""
 
+BLAS_DTYPES = frozenset({torch.float32, torch.float64})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one update did. Tensors have no dimension and may still be computing.
+    """What one update did: numbers and flags, or tensors without dimensions that may still be computing.
 
     Args:
         grad_norm: norm of the true gradient before clipping; None where it was not taken.
@@ -41,10 +44,10 @@ class Report:
         lr: learning rate of the first parameter group.
     """
 
-    grad_norm: Tensor | None
-    clipped: Tensor
-    all_finite: Tensor
-    applied: Tensor
+    grad_norm: Scalar | None
+    clipped: Flag
+    all_finite: Flag
+    applied: Flag
     lr: float
 
 
@@ -86,15 +89,13 @@ class Update:
         self._max_value = max_grad_value
         self._skips = skip_nonfinite or needs_loss_scale
         self._stepped: set[Parameter] = set()  # have been through the optimizer: their state exists
-        self._constants: dict[tuple[bool, torch.device], Tensor] = {}
 
-    def __call__(self, divisor: float | Tensor, is_valid: bool | Tensor, *, like: Tensor) -> Report:
+    def __call__(self, divisor: Scalar, is_valid: Flag) -> Report:
         """Applies the gradients that lie in the buffers, and drops them.
 
         Args:
             divisor: what the buffers must be divided by.
             is_valid: whether there is an update to make; a tensor where the host does not know.
-            like: any tensor on the device, for the results of a window without gradients.
 
         Returns:
             What was done.
@@ -107,8 +108,11 @@ class Update:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
         try:
-            if is_valid is False or not parameters:
-                return self._nothing(like, is_valid, parameters, lr)
+            if is_valid is False:
+                return Report(grad_norm=0.0, clipped=False, all_finite=True, applied=False, lr=lr)
+            if not parameters:
+                warnings.warn("no parameter of the optimizer took part in this window: nothing updated", stacklevel=3)
+                return Report(grad_norm=0.0, clipped=False, all_finite=True, applied=False, lr=lr)
             return self._apply(parameters, divisor, is_valid, lr)
         finally:
             self.discard()
@@ -124,7 +128,7 @@ class Update:
     def is_finite(self) -> bool:
         """Whether the gradients that lie in the buffers are all finite. Waits for the device."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return not parameters or bool_of(norm_of(dense_values(parameters)).isfinite())
+        return not parameters or host.wait_for(host.is_finite(norm_of(dense_values(parameters))))
 
     def check_no_gradients(self) -> None:
         """Refuses to begin a window on top of gradients from elsewhere.
@@ -137,56 +141,49 @@ class Update:
                 if parameter.grad is not None:
                     raise WindowError(self._describe_gradients())
 
-    def _apply(
-        self, parameters: list[Parameter], divisor: float | Tensor, is_valid: bool | Tensor, lr: float
-    ) -> Report:
+    def _apply(self, parameters: list[Parameter], divisor: Scalar, is_valid: Flag, lr: float) -> Report:
         gradients = dense_values(parameters)
         norm, all_finite, clipped, multiplier = self._measure(gradients, divisor)
-        applied = all_finite if self._skips else self._constant(True, all_finite.device)
-        if is_valid is not True:
-            applied = applied & is_valid
-        if self._can_fold() and self._stepped.issuperset(parameters):
-            self._step_folded(gradients, multiplier, applied)
-        elif bool_of(applied):
-            multiply_(gradients, multiplier)
-            self._clip_values_(gradients)
-            self.optimizer.step()
+        applied = is_valid & all_finite if self._skips else is_valid
+        if isinstance(applied, Tensor) and self._folds and self._stepped.issuperset(parameters):
+            self._step(gradients, multiplier, applied)
+        elif host.wait_for(applied):
+            self._step(gradients, multiplier, None)
             self._stepped.update(parameters)
         return Report(grad_norm=norm, clipped=clipped, all_finite=all_finite, applied=applied, lr=lr)
 
-    def _measure(
-        self, gradients: list[Tensor], divisor: float | Tensor
-    ) -> tuple[Tensor | None, Tensor, Tensor, float | Tensor]:
+    def _measure(self, gradients: list[Tensor], divisor: Scalar) -> tuple[Scalar | None, Flag, Flag, Scalar]:
         """The true norm, whether all is finite, whether clipping bites, and the one multiplier."""
-        device = gradients[0].device
-        no = self._constant(False, device)
+        multiplier: Scalar = 1.0 / divisor
         if not self._skips and self._max_norm is None and self._max_value is None:
-            return None, self._constant(True, device), no, 1.0 / divisor
+            return None, True, False, multiplier
         norm = norm_of(gradients) / divisor
-        all_finite = norm.isfinite()
-        clipped = no
-        multiplier = 1.0 / divisor
+        all_finite = host.is_finite(norm)
+        clipped: Flag = False
         if self._max_norm is not None:
             clipped = norm > self._max_norm
-            multiplier = (self._max_norm / norm).clamp(max=1.0) / divisor
+            # The bound keeps a norm of zero from dividing.
+            multiplier = self._max_norm / host.at_least(norm, self._max_norm) / divisor
         if self._max_value is not None:
-            largest = norm_of(gradients, order=math.inf) * multiplier
-            clipped = clipped | (largest > self._max_value)
-        return norm, all_finite, clipped & all_finite, multiplier
+            clipped = (norm_of(gradients, order=math.inf) * multiplier > self._max_value) | clipped
+        return norm, all_finite, all_finite & clipped, multiplier
 
-    def _can_fold(self) -> bool:
-        """Whether the optimizer's kernel can skip on the device."""
+    @property
+    def _folds(self) -> bool:
+        """Whether the optimizer's kernel takes the multiplier and a flag that makes it skip."""
         return type(self.optimizer) in FOLDING and all(group.get("fused") for group in self.optimizer.param_groups)
 
-    def _step_folded(self, gradients: list[Tensor], multiplier: float | Tensor, applied: Tensor) -> None:
+    def _step(self, gradients: list[Tensor], multiplier: Scalar, applied: Tensor | None) -> None:
+        """Steps the optimizer on the multiplied gradients; with `applied`, only if that is true on the device."""
         optimizer: Any = self.optimizer
         # grad_scale is float32 in the kernels: too coarse for float64, and value clipping needs the true gradient.
-        if self._max_value is None and all(gradient.dtype == torch.float32 for gradient in gradients):
-            optimizer.grad_scale = scalar_like(1.0 / multiplier, applied)
+        if self._folds and self._max_value is None and all(g.dtype == torch.float32 for g in gradients):
+            optimizer.grad_scale = host.as_tensor(1.0 / multiplier, gradients[0], torch.float32)
         else:
             multiply_(gradients, multiplier)
             self._clip_values_(gradients)
-        optimizer.found_inf = (~applied).float()
+        if applied is not None:
+            optimizer.found_inf = (~applied).float()
         try:
             optimizer.step()
         finally:
@@ -198,21 +195,6 @@ class Update:
             torch._foreach_clamp_min_(gradients, -self._max_value)
             torch._foreach_clamp_max_(gradients, self._max_value)
 
-    def _nothing(self, like: Tensor, is_valid: bool | Tensor, parameters: list[Parameter], lr: float) -> Report:
-        if not parameters and is_valid is not False:
-            warnings.warn(
-                "no parameter of the optimizer took part in this window, so nothing was updated", stacklevel=4
-            )
-        no, yes = self._constant(False, like.device), self._constant(True, like.device)
-        norm = torch.zeros((), device=like.device)
-        return Report(grad_norm=norm, clipped=no, all_finite=yes, applied=no, lr=lr)
-
-    def _constant(self, value: bool, device: torch.device) -> Tensor:
-        key = (value, device)
-        if key not in self._constants:
-            self._constants[key] = torch.full((), value, dtype=torch.bool, device=device)
-        return self._constants[key]
-
     def _describe_gradients(self) -> str:
         held = {p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
         names = [name for name, p in self._model.named_parameters() if p in held]
@@ -223,44 +205,45 @@ class Update:
         )
 
 
-def norm_of(gradients: list[Tensor], order: float = 2.0) -> Tensor:
-    """The norm of all gradients as one vector; NaN or infinite exactly where they hold such a value or overflow.
+def norm_of(gradients: list[Tensor], order: float = 2.0) -> Scalar:
+    """The norm of all gradients as one vector; NaN or infinite where they hold such a value, or where it overflows.
 
     Args:
         gradients: dense real tensors of any floating dtypes and devices, at least one.
         order: 2 or infinity.
 
     Returns:
-        A tensor without dimensions on the first gradient's device, float32; float64 where a gradient is.
+        A number, or a tensor without dimensions on the first gradient's device.
 
     Cost:
         One read of the gradients. 16-bit ones are summed in float32, so their squares cannot overflow.
     """
-    device = gradients[0].device
+    first = gradients[0].device
+    if order == 2 and all(g.is_cpu and g.dtype in BLAS_DTYPES for g in gradients) and host.reads_freely(first):
+        # BLAS reads a contiguous gradient 2.5 times as fast as the norm kernel does.
+        return math.sqrt(sum(map(_square, gradients)))
     parts: list[Tensor] = []
     for group in by_kind(gradients):
-        parts.extend(part.to(device, non_blocking=True) for part in _norms(group, order))
-    if len(parts) == 1:
-        return parts[0]
+        dtype = torch.float32 if group[0].dtype in HALF_DTYPES else None
+        norms = torch._foreach_norm(group, order, dtype=dtype)
+        parts.extend(norm.to(first, non_blocking=True) for norm in norms)
     if len({part.dtype for part in parts}) > 1:
         parts = [part.double() for part in parts]
     whole: Tensor = torch.linalg.vector_norm(torch.stack(parts), order)
-    return whole
+    return host.value_of(whole)
 
 
-def _norms(group: list[Tensor], order: float) -> Iterable[Tensor]:
-    first = group[0]
-    if order == 2 and first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64):
-        # BLAS reads a contiguous gradient 2.5 times as fast as the norm kernel does.
-        return [torch.dot(flat, flat).sqrt() if (flat := _flat(g)) is not None else g.norm() for g in group]
-    return torch._foreach_norm(group, order, dtype=torch.float32 if first.dtype in HALF_DTYPES else None)
+def _square(gradient: Tensor) -> float:
+    total: Any = math.inf
+    if gradient.is_contiguous() and gradient.numel() <= BLAS_LIMIT:
+        flat = gradient.view(-1)
+        total = torch.dot(flat, flat).tolist()
+    if not math.isfinite(total):  # strided, or large values whose squares do not fit in float32, or truly not finite
+        total = torch.linalg.vector_norm(gradient, dtype=torch.float64).tolist() ** 2
+    return float(total)
 
 
-def _flat(gradient: Tensor) -> Tensor | None:
-    return gradient.view(-1) if gradient.is_contiguous() and gradient.numel() <= BLAS_LIMIT else None
-
-
-def multiply_(gradients: list[Tensor], multiplier: float | Tensor) -> None:
+def multiply_(gradients: list[Tensor], multiplier: Scalar) -> None:
     """Multiplies all gradients in place, each kind by the multiplier in its own dtype and on its own device."""
     if not isinstance(multiplier, Tensor) and multiplier == 1.0:
         return
@@ -289,13 +272,6 @@ def dense_values(parameters: list[Parameter]) -> list[Tensor]:
             gradient = gradient.values()
         values.append(gradient)
     return values
-
-
-def scalar_like(value: float | Tensor, like: Tensor) -> Tensor:
-    """A number as a float32 tensor without dimensions, on the other's device, made there."""
-    if isinstance(value, Tensor):
-        return value.to(like.device, torch.float32)
-    return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
 def _check_optimizer(model: Model, optimizer: Optimizer) -> None:

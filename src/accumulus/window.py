@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumulus import host
 from accumulus.errors import LossError, WeightError, WindowError
-from accumulus.tally import Tally, is_zero, number_like, power_of_two
-from accumulus.types import Loss, Returned, Weight, at_least_float32, bool_of, describe, read_weight
+from accumulus.host import Flag, Scalar
+from accumulus.tally import Tally, is_zero, power_of_two
+from accumulus.types import Loss, Returned, Weight, at_least_float32, describe, read_weight
 
 __all__ = ["Totals", "Window", "WindowRules"]
 
@@ -32,7 +34,8 @@ class Totals:
     """What a whole window added up to.
 
     Args:
-        loss: mean loss, a tensor without dimensions; NaN where all weights are zero.
+        loss: mean loss; NaN where all weights are zero.
+        like: some tensor on the loss's device and of its dtype, float32 at least.
         weight: total weight; by term where there are several.
         divisor: what the gradient buffers must be divided by.
         is_valid: whether the weights add up to a defined mean; a tensor where the host does not know yet.
@@ -40,11 +43,12 @@ class Totals:
         num_microbatches: how many micro-batches there were.
     """
 
-    loss: Tensor
+    loss: Scalar
+    like: Tensor
     weight: Weight | Mapping[str, Weight]
-    divisor: float | Tensor
-    is_valid: bool | Tensor
-    metrics: Mapping[str, Tensor]
+    divisor: Scalar
+    is_valid: Flag
+    metrics: Mapping[str, Scalar]
     num_microbatches: int
 
 
@@ -78,7 +82,7 @@ class WindowRules:
         self.discard = discard
         self.weigh = weigh
         self.on_empty = on_empty
-        self.reference: float | Tensor | None = None
+        self.reference: Scalar | None = None
         self.is_open = False
 
     def open(self, sizes: Sequence[int], batch: Any, *, num_ranks: int = 1) -> Window:
@@ -114,11 +118,10 @@ class Window:
         self._num_ranks = num_ranks
         self._num_done = 0
         self._base = ""  # the term whose weight the reference stands for; set at the first backward pass
-        self._unit: float | Tensor = 1.0  # S / R
+        self._unit: Scalar = 1.0  # S / R
         self.scale = 1.0  # S; read at the first backward pass
         self._terms: dict[str, Tally] = {}
         self._metrics: dict[str, Tally] = {}
-        self._seeds: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._like: Tensor | None = None  # a loss, for the device and dtype of results
 
     def __enter__(self) -> Window:
@@ -150,10 +153,11 @@ class Window:
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         for name, loss in as_terms(returned, num_samples):
-            if self._count(name, loss):
-                root = at_least_float32(loss.sum)
+            root = at_least_float32(loss.sum)
+            tally = self._count(name, loss, root)
+            if tally is not None:
                 roots.append(root)
-                seeds.append(self._seed(name, loss.weight, root))
+                seeds.append(self._seed(tally, root))
         if roots:
             self._run_backward(roots, seeds)
 
@@ -174,10 +178,11 @@ class Window:
         single = next(iter(weights.values())) if len(weights) == 1 else weights
         return Totals(
             loss=self._mean_loss(weights),
+            like=self._like if self._like is not None else torch.zeros(()),
             weight=single or 0,
             divisor=self._divisor(weights.get(self._base, 0)),
             is_valid=is_valid,
-            metrics={name: tally.total() / tally.total_weight() for name, tally in self._metrics.items()},
+            metrics={name: tally.mean() for name, tally in self._metrics.items()},
             num_microbatches=self._num_done,
         )
 
@@ -192,7 +197,7 @@ class Window:
         """
         weights = weights if weights is not None else {n: t.total_weight() for n, t in self._terms.items()}
         totals = {name: float(weight) for name, weight in weights.items()}
-        if any(not bool_of(tally.is_valid()) for tally in self._terms.values()):
+        if any(not host.wait_for(tally.is_valid()) for tally in self._terms.values()):
             return "a micro-batch had a negative, NaN or infinite weight; count the elements of the loss"
         empty = [name for name, total in totals.items() if total == 0]
         if empty and len(empty) < len(totals) and self._rules.on_empty == "raise":
@@ -200,39 +205,41 @@ class Window:
         if len(empty) == len(totals):
             skip = self._rules.on_empty == "skip"
             return "" if skip else "the batch has total weight 0: no loss element; pass on_empty='skip' to skip it"
-        if all(bool_of(self._share_holds(self._terms[n], w, weights[self._base])) for n, w in weights.items() if w):
+        if all(
+            host.wait_for(self._share_holds(self._terms[n], w, weights[self._base])) for n, w in weights.items() if w
+        ):
             return ""
         return (
             f"the loss terms' shares differ between micro-batches (totals {totals}), so their weights in the whole "
             "batch must be known before the first backward pass; pass weigh=, which counts them on the batch"
         )
 
-    def _count(self, name: str, loss: Loss) -> bool:
+    def _count(self, name: str, loss: Loss, root: Tensor) -> Tally | None:
+        """Adds a loss to its tally, and returns that where there is something to run backward."""
         if self._like is None:
-            self._like = loss.sum.detach()
+            self._like = root.detach()
         for metric, (value, weight) in loss.metrics.items():
             self._count_metric(metric, value, read_weight(weight))
         tally = self._terms.get(name)
         if tally is None:
-            tally = self._terms[name] = Tally([], [])
-        if is_zero(loss.weight):  # a sum over nothing, perhaps NaN: it must not reach any gradient
-            return False
-        if not loss.sum.requires_grad:
+            tally = self._terms[name] = Tally()
+        weight = loss.weight
+        if is_zero(weight):  # a sum over nothing, perhaps NaN: it must not reach any gradient
+            return None
+        if not root.requires_grad:
             raise LossError(
                 f"the loss {name!r} has no graph, so no gradient can flow: was it computed under no_grad, detached, or "
                 "are all parameters frozen? Numbers that are only to be logged go into Loss(metrics=...)"
             )
         if not tally.sums:
-            self._begin_term(name, tally, loss.weight)
-        tally.add(at_least_float32(loss.sum.detach()), loss.weight)
-        return True
+            self._begin_term(name, tally, weight)
+        tally.add(host.value_of(root), weight)
+        return tally
 
     def _count_metric(self, name: str, value: Any, weight: Weight) -> None:
-        assert self._like is not None  # set by _count
-        tally = self._metrics.setdefault(name, Tally([], []))
+        tally = self._metrics.setdefault(name, Tally())
         if not is_zero(weight):
-            number = at_least_float32(value.detach()) if isinstance(value, Tensor) else number_like(value, self._like)
-            tally.add(number.reshape(()), weight)
+            tally.add(host.value_of(at_least_float32(value)) if isinstance(value, Tensor) else value, weight)
 
     def _begin_term(self, name: str, tally: Tally, weight: Weight) -> None:
         if self._known is not None and name not in self._known:
@@ -249,24 +256,22 @@ class Window:
         else:
             tally.share = self._terms[self._base].weights[-1] / weight
 
-    def _choose_reference(self, weight: Weight) -> float | Tensor:
+    def _choose_reference(self, weight: Weight) -> Scalar:
         if self._known is not None and self._known[self._base] > 0:
             self._rules.reference = power_of_two(self._known[self._base])
         elif self._rules.reference is None:
             self._rules.reference = power_of_two(weight * len(self._sizes))
         return self._rules.reference
 
-    def _seed(self, name: str, weight: Weight, root: Tensor) -> Tensor:
-        key = (name, root.dtype, root.device)
-        seed = self._seeds.get(key)
-        if seed is None:
-            value = self._unit * self._terms[name].share
-            seed = (
-                value.to(root.dtype)
-                if isinstance(value, Tensor)
-                else torch.full((), value, dtype=root.dtype, device=root.device)
-            )
-            seed = self._seeds[key] = seed.expand(root.shape)
+    def _seed(self, tally: Tally, root: Tensor) -> Tensor:
+        seed = tally.seed
+        if seed is None or seed.dtype != root.dtype or seed.device != root.device or seed.shape != root.shape:
+            value = self._unit * tally.share
+            if isinstance(value, Tensor):
+                seed = value.to(root.dtype).expand(root.shape)
+            else:
+                seed = torch.full(root.shape, value, dtype=root.dtype, device=root.device)
+            tally.seed = seed
         return seed
 
     def _run_backward(self, roots: list[Tensor], seeds: list[Tensor]) -> None:
@@ -281,8 +286,8 @@ class Window:
         finally:
             torch.set_autocast_enabled(device, True)
 
-    def _validity(self, weights: Mapping[str, Weight]) -> bool | Tensor:
-        is_valid: bool | Tensor = bool(self._base)
+    def _validity(self, weights: Mapping[str, Weight]) -> Flag:
+        is_valid: Flag = bool(self._base)
         for name, tally in self._terms.items():
             if not tally.sums:  # empty on the host: the others may still make a batch
                 is_valid = is_valid and (self._rules.on_empty == "skip")
@@ -292,28 +297,26 @@ class Window:
                 is_valid = is_valid & self._share_holds(tally, weights[name], weights[self._base])
         return is_valid
 
-    def _share_holds(self, tally: Tally, weight: Weight, base: Weight) -> bool | Tensor:
+    def _share_holds(self, tally: Tally, weight: Weight, base: Weight) -> Flag:
         whole = isinstance(weight, int) and isinstance(base, int)
-        error: float | Tensor = abs(tally.share * weight - base)
-        allowed: float | Tensor = base * (SHARE_TOLERANCE if whole else FLOAT_SHARE_TOLERANCE)
+        error: Scalar = (tally.share * weight - base).__abs__()
+        allowed: Scalar = base * (SHARE_TOLERANCE if whole else FLOAT_SHARE_TOLERANCE)
         return error <= allowed
 
-    def _mean_loss(self, weights: Mapping[str, Weight]) -> Tensor:
+    def _mean_loss(self, weights: Mapping[str, Weight]) -> Scalar:
+        # Starting from the first keeps one term's mean as it is, on its device.
         means = [tally.total() / weights[name] for name, tally in self._terms.items() if tally.sums]
-        if not means:
-            return (
-                torch.full_like(self._like, math.nan).reshape(()) if self._like is not None else torch.tensor(math.nan)
-            )
-        mean = means[0] if len(means) == 1 else torch.stack(means).sum()
-        return mean.to(next(tally.sums[0].dtype for tally in self._terms.values() if tally.sums)).reshape(())
+        return sum(means[1:], start=means[0]) if means else math.nan
 
-    def _divisor(self, base_weight: Weight) -> float | Tensor:
-        if not is_zero(base_weight):
-            # The next window's reference: this one's total. On a device it stays there.
-            divisor = self._unit * base_weight / self._num_ranks
-            self._rules.reference = power_of_two(base_weight)
-            return divisor
-        return 1.0
+    def _divisor(self, base_weight: Weight) -> Scalar:
+        if is_zero(base_weight):
+            return 1.0
+        # The next window's reference: this one's total. On a device it stays there.
+        self._rules.reference = power_of_two(base_weight)
+        divisor = self._unit * base_weight / self._num_ranks
+        if isinstance(divisor, Tensor):  # an impossible weight must not look like a non-finite gradient
+            divisor = torch.where((divisor > 0) & divisor.isfinite(), divisor, 1.0)
+        return divisor
 
 
 def as_terms(returned: Returned, num_samples: int) -> list[tuple[str, Loss]]:

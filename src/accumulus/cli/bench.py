@@ -20,7 +20,12 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: bad input.
     """
-    config = parse(BenchConfig, words, verb="bench")
+    config = parse(
+        BenchConfig,
+        words,
+        verb="bench",
+        description="Measures a task in several precisions, accumulated and whole, beside a plain loop.",
+    )
     config.validate()
     from accumulus.run.bench import bench  # as in train
 

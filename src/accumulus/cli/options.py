@@ -20,13 +20,21 @@ BOX = re.compile(r"\x1b\[[0-9;]*m|[│╭╰╮╯]")
 SUGGESTION = re.compile(r"Perhaps you meant:\W*(--[\w-]+)")
 
 
-def parse(kind: type[Config], words: Sequence[str], *, verb: str, default: Config | None = None) -> Config:
+def parse(
+    kind: type[Config],
+    words: Sequence[str],
+    *,
+    verb: str,
+    description: str,
+    default: Config | None = None,
+) -> Config:
     """Reads options.
 
     Args:
         kind: the dataclass whose fields are the options.
         words: the command line after the verb.
         verb: its name, for the help.
+        description: what it does, for the help.
         default: holds what the options are without a word; by default the dataclass's own defaults.
 
     Returns:
@@ -40,7 +48,10 @@ def parse(kind: type[Config], words: Sequence[str], *, verb: str, default: Confi
     settings: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, args=list(words), prog=f"accumulus {verb}", **settings)
+            options: Config = tyro.cli(
+                kind, args=list(words), prog=f"accumulus {verb}", description=description, **settings
+            )
+            return options
     except SystemExit as end:
         if not end.code:
             raise

@@ -22,7 +22,13 @@ def run(words: Sequence[str]) -> int:
         UsageError: bad input.
         AccumulusError: the training cannot go on.
     """
-    config = parse(TrainConfig, words, verb="train", default=resumed_defaults(words))
+    config = parse(
+        TrainConfig,
+        words,
+        verb="train",
+        description="Trains a task. Ctrl-C finishes the step, saves, and says how to go on.",
+        default=resumed_defaults(words),
+    )
     config.validate()
     from accumulus.run.loop import train  # torch takes a second, and --help and bad options need none of it
 

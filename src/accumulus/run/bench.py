@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,8 +20,8 @@ from accumulus.units import format_bytes
 
 PLAIN = "plain loop"
 CAPTION = (
-    "Each case ran in a process of its own, with the same seed, samples and number of steps; the first step is left "
-    "out of the time. Peak memory is what training added to the loaded model and data. The loss is the last step's."
+    "Each case ran in a process of its own, with the same seed, samples and number of steps. Speed: the median step "
+    "after the first. Memory: the most that training added to the loaded model and data. Loss: the last step's."
 )
 
 
@@ -135,9 +136,9 @@ def show_table(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         console: where to.
         rows: cases with their figures.
     """
-    table = Table(caption=CAPTION, caption_justify="left")
-    for title in ("case", "precision", "micro-batch", "samples/s", "of plain", "peak memory", "last loss"):
-        table.add_column(title, justify="left" if title in ("case", "precision") else "right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=CAPTION, caption_justify="left")
+    for title in ("case", "precision", "micro-batch", "samples/s", "of plain", "memory", "last loss"):
+        table.add_column(title, justify="left" if title in ("case", "precision") else "right", no_wrap=True)
     for row in rows:
         table.add_row(row["name"], row["precision"], str(row["microbatch"]), *cells(row))
     console.print(table)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from accumulus import Precision, TrainStep
+from accumulus.dist.process import this_process
 from accumulus.errors import PrecisionError, UnsupportedError, UsageError
 from accumulus.run.batches import Batches
 from accumulus.run.checkpoint import load_state
@@ -55,6 +56,7 @@ def build(config: TrainConfig) -> Run:
         UsageError: the configuration, the task, the data or the folder cannot be used. Nothing was written then.
     """
     config.validate()
+    refuse_ranks()
     folder = resumed_folder(config) if config.resume else plan_folder(config.out, config.task)
     run = make_run(config, folder)
     if config.resume:
@@ -178,6 +180,7 @@ def make_step(
             max_grad_norm=config.max_grad_norm,
             scheduler=schedule,
             collate=collate_of(task),
+            on_empty="skip",  # one empty batch must not end a long run; it is counted as skipped
         )
     except (ValueError, UnsupportedError) as error:  # the core's complaints about what it was given
         raise UsageError(f"task {config.task!r}: {error}") from error
@@ -205,6 +208,13 @@ def resumed_folder(config: TrainConfig) -> Path:
         raise UsageError(f"--out {config.out}: a resumed run writes to its own folder; leave --out away")
     check_resumed(read_config(folder), config)
     return folder
+
+
+def refuse_ranks() -> None:
+    """Raises `UsageError` where torchrun started several processes, which would all write to the same folder."""
+    num_ranks = this_process().num_ranks
+    if num_ranks > 1:
+        raise UsageError(f"{num_ranks} ranks (WORLD_SIZE): several ranks come with a later version; run one process")
 
 
 def refuse_finished(run: Run) -> None:

@@ -67,7 +67,8 @@ class ByteModel(nn.Module):
         hidden = self.embedding(inputs)
         for block in self.blocks:
             hidden = block(hidden, rotation)
-        return F.linear(self.norm(hidden), self.embedding.weight)
+        logits: Tensor = F.linear(self.norm(hidden), self.embedding.weight)
+        return logits
 
 
 class Block(nn.Module):
@@ -82,8 +83,9 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """`hidden` of shape (batch, length, d_model), and the same back."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        attended = hidden + self.attention(self.attention_norm(hidden), rotation)
+        output: Tensor = attended + self.mlp(self.mlp_norm(attended))
+        return output
 
 
 class Attention(nn.Module):
@@ -101,7 +103,8 @@ class Attention(nn.Module):
         heads = self.query_key_value(hidden).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind(0)
         mixed = F.scaled_dot_product_attention(rotate(query, rotation), rotate(key, rotation), value, is_causal=True)
-        return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+        output: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+        return output
 
 
 class SwiGlu(nn.Module):
@@ -116,7 +119,8 @@ class SwiGlu(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Elementwise over positions."""
         gate, value = self.input(hidden).chunk(2, dim=-1)
-        return self.output(F.silu(gate) * value)
+        output: Tensor = self.output(F.silu(gate) * value)
+        return output
 
 
 def rotary_angles(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accumulus.errors import UsageError
+from accumulus.run.task import one_line
 
 if TYPE_CHECKING:
     from accumulus.run.build import Run
@@ -70,7 +70,7 @@ def load_state(run: Run, folder: Path) -> None:
         raise UsageError(f"--resume {folder}: no {STATE_FILE} there, so the run was never saved; start it anew")
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
+    except Exception:  # what the unpickler raises on rubbish depends on the rubbish
         raise UsageError(f"--resume {folder}: {STATE_FILE} cannot be read; it is damaged or no state") from None
     check_belongs(run, state, folder)
     try:
@@ -80,8 +80,7 @@ def load_state(run: Run, folder: Path) -> None:
         run.step.load_state_dict(state["step"])
         run.progress.load_state_dict(state["progress"])
     except (KeyError, ValueError, RuntimeError) as error:
-        first = str(error).splitlines()[0]
-        raise UsageError(f"--resume {folder}: the state does not fit the task: {first}") from error
+        raise UsageError(f"--resume {folder}: the state does not fit the task: {one_line(error)}") from error
     set_random_state(state["random"], run.device)
 
 

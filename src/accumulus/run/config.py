@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 import tomli_w
 import tyro
@@ -22,6 +22,12 @@ NEEDS_LARGER_THAN_ZERO = ("batch_size", "steps", "minutes", "lr", "max_grad_norm
 MAY_CHANGE_ON_RESUME = frozenset({"steps", "minutes", "microbatch", "num_evals", "plain", "compile", "device"})
 """What leaves the run's mathematics as it was: the law of the split is why `microbatch` is among them."""
 
+# Options without a value of their own: the help shows their type alone, and their text says what holds instead.
+Count: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+Number: TypeAlias = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+Name: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+Switch: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
@@ -33,22 +39,22 @@ class TaskConfig:
         UsageError: from `validate`.
     """
 
-    task: Annotated[str, tyro.conf.Positional] = "bytes"
+    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = "bytes"
     """A built-in task (bytes), path/to/file.py:function or package.module:function."""
 
-    data: tuple[str, ...] = ()
+    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH ...", help_behavior_hint="")] = ()
     """Text files or folders to learn from, in place of the standard library's source."""
 
     batch_size: int = 256
     """Samples that one optimizer step learns from."""
 
-    microbatch: str = "32"
+    microbatch: Annotated[str, tyro.conf.arg(metavar="INT")] = "32"
     """Samples that go through the model at a time. Changes memory and speed, never the result."""
 
     max_grad_norm: float = 1.0
     """The gradient is scaled down to this norm where it is longer; inf never clips."""
 
-    lr: float | None = None
+    lr: Number = None
     """Peak learning rate. Default: the task's own."""
 
     seed: int = 0
@@ -57,16 +63,16 @@ class TaskConfig:
     device: str = "auto"
     """Where to train: auto (an accelerator where there is one), cpu, cuda, cuda:1, mps, ..."""
 
-    max_length: int | None = None
+    max_length: Count = None
     """Samples are cut after so many bytes. Default: the task's own (bytes: 128)."""
 
-    d_model: int | None = None
+    d_model: Count = None
     """Width of the model. Default: the task's own (bytes: 128)."""
 
-    num_layers: int | None = None
+    num_layers: Count = None
     """Blocks of the model. Default: the task's own (bytes: 2)."""
 
-    num_heads: int | None = None
+    num_heads: Count = None
     """Attention heads of a block. Default: the task's own (bytes: 4)."""
 
     def validate(self) -> None:
@@ -135,7 +141,8 @@ class TaskConfig:
         unknown = sorted(values.keys() - {field.name for field in fields(cls)})
         if unknown:
             raise UsageError(f"unknown options in the configuration: {', '.join(unknown)}; remove them")
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,27 +161,27 @@ class TrainConfig(TaskConfig):
     warmup: int = 10
     """Steps over which the learning rate rises from zero."""
 
-    steps: int | None = None
+    steps: Count = None
     """Steps to train. The learning rate then depends on the step alone, so the run can be repeated exactly."""
 
-    minutes: float | None = None
+    minutes: Number = None
     """Time to train, held-out measurements included; with --steps, whichever ends first. Default: 1.2 where
     --steps is not given."""
 
     num_evals: int = 10
     """Held-out measurements, evenly spread over the run, besides the one before the first step."""
 
-    out: str | None = None
+    out: Name = None
     """The run folder. Default: runs/TASK-DATE-TIME."""
 
-    resume: str | None = None
+    resume: Name = None
     """A run folder to go on with; its options hold, and only --steps, --minutes, --microbatch, --num-evals,
     --device, --compile and --plain may be changed."""
 
-    compile: bool = False
+    compile: Switch = False
     """Compile the model with torch.compile: a slow start, then faster steps."""
 
-    plain: bool = False
+    plain: Switch = False
     """Plain lines instead of a progress bar; always so where the output is not a terminal."""
 
     def validate(self) -> None:
@@ -209,7 +216,7 @@ class BenchConfig(TaskConfig):
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
     """Precisions to compare."""
 
-    json: str | None = None
+    json: Name = None
     """A file for the figures."""
 
     def validate(self) -> None:

@@ -66,8 +66,9 @@ class Display(ABC):
 
     def show_heldout(self, record: Mapping[str, Any]) -> None:
         """Says a held-out measurement."""
-        name = self.main_number if self.main_number in record else "loss"
-        shown = f"{words(name)} {record[name]:.4f}" if name in record else str(dict(record))
+        main = next((name for name in (self.main_number, "loss") if name in record), None)
+        names = [name for name in record if name not in ("step", "seconds")] if main is None else [main]
+        shown = ", ".join(f"{words(name)} {record[name]:.4f}" for name in names)
         self.say(f"step {record['step']:>5}  held-out {shown}")
 
     @abstractmethod

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 
 import accumulus
@@ -53,6 +53,11 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_resident_bytes()
+
+
+def resident_bytes() -> int:
+    """What of this process lies in memory now."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes() -> int:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import psutil
 import torch
 
 from accumulus.errors import UsageError
@@ -17,7 +17,7 @@ from accumulus.run.bench import Case
 from accumulus.run.build import choose_precision, collate_of, make_step, seeded_task
 from accumulus.run.config import BenchConfig
 from accumulus.run.evaluate import terms_of, to_device
-from accumulus.run.machine import choose_device, describe_environment, peak_bytes
+from accumulus.run.machine import choose_device, describe_environment, peak_bytes, resident_bytes
 from accumulus.run.schedule import WarmupCosine, set_peak_rate
 from accumulus.run.task import Task, make_optimizer
 
@@ -47,17 +47,17 @@ def measure(config: BenchConfig, case: Case) -> dict[str, Any]:
     batches = Batches(task.train_data, batch_size=config.batch_size, seed=config.seed, length=task.length)
     before_bytes = start_of_memory(device)
     step = make_case(config, case, task, device)
-    seconds, num_samples, num_skipped, loss = [], 0, 0, float("nan")
+    step_seconds, speeds, num_skipped, loss = [], [], 0, float("nan")
     for number in range(config.steps + 1):
         batch = batches[number]
         started = time.perf_counter()
         loss, applied = step(batch)
-        seconds.append(time.perf_counter() - started)
-        num_samples += len(batch) if number else 0  # the first step makes optimizer state and warms up
+        step_seconds.append(time.perf_counter() - started)
+        speeds.append(len(batch) / step_seconds[-1])
         num_skipped += not applied
     return {
-        "samples_per_second": num_samples / sum(seconds[1:]),
-        "step_seconds": seconds[1:],
+        "samples_per_second": median(speeds[1:]),  # the first step makes optimizer state and warms up
+        "step_seconds": step_seconds[1:],
         "peak_bytes": max(0, peak_bytes(device) - before_bytes),
         "loss": loss,
         "num_skipped": num_skipped,
@@ -72,7 +72,7 @@ def start_of_memory(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     with suppress(OSError):  # not Linux, or not allowed: the peak so far then counts too, as an upper bound
         RESET_PEAK.write_text("5")
-    return int(psutil.Process().memory_info().rss)
+    return resident_bytes()
 
 
 def make_case(config: BenchConfig, case: Case, task: Task, device: torch.device) -> Step:
@@ -146,8 +146,8 @@ def plain_loop(
             if len(terms) > 1:
                 raise UsageError("several loss terms: the plain loop knows one; read the other rows")
             (loss,) = terms.values()
-            loss.sum.backward()
-            loss_sum += loss.sum.item()
+            torch.autograd.backward(loss.sum)
+            loss_sum += float(loss.sum.detach())
             weight += float(loss.weight)
         for parameter in parameters:
             if parameter.grad is not None:

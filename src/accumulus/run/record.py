@@ -20,7 +20,7 @@ ENVIRONMENT_FILE = "environment.json"
 
 
 class Recorder:
-    """Writes a run's records; each is on the disk when the call returns, so a killed run loses none.
+    r"""Writes a run's records; each is on the disk when the call returns, so a killed run loses none.
 
     Args:
         folder: the run folder; it exists.
@@ -34,7 +34,7 @@ class Recorder:
         >>> with Recorder(Path(tempfile.mkdtemp()), last_step=0) as recorder:
         ...     recorder.add_step({"step": 1, "loss": float("nan")})
         ...     (recorder.folder / "metrics.jsonl").read_text()
-        '{"step": 1, "loss": null}\\n'
+        '{"step": 1, "loss": null}\n'
     """
 
     def __init__(self, folder: Path, *, last_step: int) -> None:

@@ -80,8 +80,7 @@ def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:
     """
     function = find_function(spec)
     task = call_function(spec, function, dict(options or {}))
-    check_task(spec, task)
-    return task
+    return check_task(spec, task)
 
 
 def find_function(spec: str) -> Callable[..., Any]:
@@ -162,12 +161,15 @@ def call_function(spec: str, function: Callable[..., Any], options: dict[str, An
         raise UsageError(f"task {spec!r}: its function failed: {one_line(error)}") from error
 
 
-def check_task(spec: str, task: Any) -> None:
+def check_task(spec: str, task: Any) -> Task:
     """Refuses what cannot be trained, before anything is written.
 
     Args:
         spec: the task's name, for messages.
         task: what its function returned.
+
+    Returns:
+        The same.
 
     Raises:
         UsageError: it is not a `Task`, or a part of it cannot be used.
@@ -188,6 +190,7 @@ def check_task(spec: str, task: Any) -> None:
             raise UsageError(f"task {spec!r}: {name} must be a sequence (len and []), not {type(data).__name__}")
         if len(data) == 0:
             raise UsageError(f"task {spec!r}: {name} is empty; give at least one sample")
+    return task
 
 
 def make_optimizer(spec: str, task: Task) -> Any:

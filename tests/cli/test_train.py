@@ -1,0 +1,47 @@
+import pytest
+
+from accumulus.cli.main import main
+from accumulus.run.record import read_records
+
+TASK = """
+import torch
+import accumulus as acc
+
+def task():
+    return acc.Task(
+        model=torch.nn.Linear(3, 1),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn=lambda model, rows: (model(rows) - 1).square().mean(),
+        train_data=list(torch.randn(20, 3)),
+    )
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(TASK)
+    return "mine.py:task"
+
+
+def test_train_then_more_of_it(task_file, tmp_path, capsys):
+    words = ["train", task_file, "--steps", "3", "--batch-size", "8", "--microbatch", "3", "--out", "run one"]
+    assert main(words) == 0
+    assert main(["train", "--resume", "run one", "--steps=5", "--microbatch", "8"]) == 0
+    records = read_records(tmp_path / "run one" / "metrics.jsonl")
+    assert [record["num_microbatches"] for record in records] == [3, 3, 2, 1, 1]
+    assert main(["train", "--resume=run one", "--steps", "9", "--seed", "3"]) == 2
+    assert "--seed was 0 and cannot become 3" in capsys.readouterr().err
+    assert main(["train", "--resume", "run one", "--out", "elsewhere"]) == 2
+
+
+def test_default_folder(task_file, tmp_path):
+    assert main(["train", task_file, "--steps", "1"]) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("task-")
+    assert (folder / "state.pt").exists()
+
+
+def test_options_of_another_task_are_refused(task_file, capsys):
+    assert main(["train", task_file, "--num-layers", "3"]) == 2
+    assert "does not take --num-layers" in capsys.readouterr().err

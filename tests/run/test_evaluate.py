@@ -1,0 +1,89 @@
+import math
+
+import pytest
+import torch
+
+import accumulus as acc
+from accumulus.run.evaluate import mean_loss, to_device
+
+from .tiny import rows, weighted_loss
+
+CPU = torch.device("cpu")
+
+
+def evaluate(model, data, *, loss_fn=weighted_loss, batch_size=4, precision="fp32"):
+    return mean_loss(
+        model,
+        data,
+        loss_fn=loss_fn,
+        collate=torch.utils.data.default_collate,
+        batch_size=batch_size,
+        precision=acc.Precision.parse(precision),
+        device=CPU,
+    )
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 1).double()
+
+
+@pytest.fixture
+def data():
+    return [{name: value.double() for name, value in row.items()} for row in rows(13)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 5, 12, 13, 100])
+def test_mean_is_exact_over_uneven_pieces(model, data, batch_size):
+    whole = weighted_loss(model, torch.utils.data.default_collate(data))
+    assert evaluate(model, data, batch_size=batch_size) == pytest.approx(
+        float((whole.sum / whole.weight).detach()), rel=1e-13
+    )
+
+
+def test_scalars_and_terms(model, data):
+    def scalar(model, batch):
+        return (model(batch["x"]) - batch["y"]).square().mean()
+
+    def terms(model, batch):
+        return {"a": weighted_loss(model, batch), "b": acc.Loss(model(batch["x"]).sum(), len(batch["x"]))}
+
+    whole = torch.utils.data.default_collate(data)
+    assert evaluate(model, data, loss_fn=scalar) == pytest.approx(float(scalar(model, whole).detach()), rel=1e-13)
+    expected = sum(float(loss.sum.detach()) / float(loss.weight) for loss in terms(model, whole).values())
+    assert evaluate(model, data, loss_fn=terms) == pytest.approx(expected, rel=1e-13)
+
+
+def test_nothing_to_weigh_is_nan(model, data):
+    assert math.isnan(evaluate(model, [{**row, "weight": row["weight"] * 0} for row in data]))
+
+
+def test_mode_is_put_back_and_dropout_is_off(data):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Dropout(0.9)).double()
+    assert evaluate(model, data) == evaluate(model, data)
+    assert model.training
+    assert model[1].training
+
+
+def test_autocast_is_used():
+    seen = []
+
+    def loss_fn(model, batch):
+        output = model(batch["x"])
+        seen.append(output.dtype)
+        return output.float().mean()
+
+    evaluate(torch.nn.Linear(4, 1), rows(4), loss_fn=loss_fn, precision="bf16")
+    assert seen == [torch.bfloat16]
+
+
+def test_trees_keep_their_shape():
+    point = torch.Size([1])  # a tuple that is not a plain one is kept as far as its type can be made again
+    tree = {"a": [torch.ones(1), "text"], "b": (torch.zeros(1), 3), "c": None}
+    moved = to_device(tree, CPU)
+    assert moved["a"][1] == "text"
+    assert moved["b"][1] == 3
+    assert moved["c"] is None
+    assert isinstance(moved["b"], tuple)
+    assert tuple(to_device(point, CPU)) == (1,)

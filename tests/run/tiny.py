@@ -1,0 +1,80 @@
+"""A task small enough for tests, in the form that a user's own file has."""
+
+import torch
+
+import accumulus as acc
+
+
+def rows(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 4, generator=generator)
+    weights = torch.randint(0, 5, (count,), generator=generator)
+    return [{"x": x, "y": x.sum().reshape(1), "weight": w} for x, w in zip(inputs, weights, strict=True)]
+
+
+def weighted_loss(model, batch):
+    squares = (model(batch["x"]) - batch["y"]).square().squeeze(1)
+    return acc.Loss((squares * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def line(dropout: float = 0.0, **sizes):
+    return acc.Task(
+        model=torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 1)),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+        loss_fn=weighted_loss,
+        train_data=rows(50),
+        eval_data=rows(13, seed=1),
+        **sizes,
+    )
+
+
+def line_with_dropout():
+    return line(dropout=0.5)
+
+
+def nothing():
+    return None
+
+
+def without_parameters():
+    return acc.Task(model=torch.nn.ReLU(), optimizer=lambda model: None, loss_fn=weighted_loss, train_data=rows(4))
+
+
+def without_data():
+    task = line()
+    return acc.Task(model=task.model, optimizer=task.optimizer, loss_fn=task.loss_fn, train_data=[])
+
+
+def without_optimizer():
+    task = line()
+    return acc.Task(model=task.model, optimizer=3, loss_fn=task.loss_fn, train_data=task.train_data)
+
+
+def failing():
+    raise RuntimeError("the disk\nis on fire")
+
+
+def diverging():
+    task = line()
+
+    def loss_fn(model, batch):
+        return weighted_loss(model, batch).sum * float("nan")
+
+    return acc.Task(model=task.model, optimizer=task.optimizer, loss_fn=loss_fn, train_data=task.train_data)
+
+
+def refused_loss():
+    """Learns for two steps and then returns what is no loss."""
+    task, calls = line(), []
+
+    def loss_fn(model, batch):
+        calls.append(1)
+        return weighted_loss(model, batch) if len(calls) <= 2 else model(batch["x"])
+
+    return acc.Task(model=task.model, optimizer=task.optimizer, loss_fn=loss_fn, train_data=task.train_data)
+
+
+def without_weight():
+    task = line()
+    data = [{**row, "weight": row["weight"] * 0} for row in task.train_data]
+    return acc.Task(model=task.model, optimizer=task.optimizer, loss_fn=task.loss_fn, train_data=data)
