@@ -512,7 +512,7 @@ class TestState:
             "loss_scale": {"kind": "NoScale", "max_skips": 32, "num_skips": 0},
             "num_steps": 1,
             "num_applied": 1,
-            "reference": 4.0,
+            "reference": 2.0,
         }
 
     @pytest.mark.parametrize("state", [{"scale": 3}, {"loss_scale": {"kind": "DynamicScale"}}, {"reference": -1.0}])

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import itertools
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -179,16 +179,17 @@ def _rebuilder(node: Any, children: list[tuple[Any, Rebuild]]) -> Rebuild:
     if isinstance(node, (list, tuple)):
         return lambda leaves: kind([build(leaves) for _, build in children])
     if isinstance(node, (Mapping, UserDict)):
-        return lambda leaves: _refill(copy.copy(node), {key: build(leaves) for key, build in children})
+        return lambda leaves: _refill(node, {key: build(leaves) for key, build in children})
     return lambda leaves: _replace(copy.copy(node), {name: build(leaves) for name, build in children})
 
 
-def _refill(mapping: Any, items: dict[Any, Any]) -> Any:
+def _refill(node: Any, items: dict[Any, Any]) -> Any:
+    if not isinstance(node, (MutableMapping, UserDict)):
+        return type(node)(items)
+    mapping: Any = copy.copy(node)
     if isinstance(mapping, UserDict):
         mapping.data = items  # copy.copy shares .data with the original
         return mapping
-    if not hasattr(mapping, "__setitem__"):
-        return type(mapping)(items)
     for key, value in items.items():
         mapping[key] = value
     return mapping

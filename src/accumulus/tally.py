@@ -55,13 +55,14 @@ class Tally:
 
 
 def power_of_two(weight: Weight) -> Scalar:
-    """The power of two nearest to a weight from above; 1 for what has none. A tensor stays on its device."""
+    """The largest power of two that is not above a weight; 1 for what has none. A tensor stays on its device."""
     if isinstance(weight, Tensor):
         weight = _stack([weight])
         # frexp's mantissa is exact, so the quotient is an exact power of two.
-        return torch.where((weight > 0) & weight.isfinite(), weight / torch.frexp(weight).mantissa, 1.0).reshape(())
+        floor = weight / torch.frexp(weight).mantissa / 2
+        return torch.where((weight > 0) & weight.isfinite(), floor, 1.0).reshape(())
     mantissa, exponent = math.frexp(weight)
-    return math.ldexp(1.0, exponent) if mantissa else 1.0
+    return math.ldexp(1.0, exponent - 1) if mantissa else 1.0
 
 
 def is_zero(weight: Weight) -> bool:

@@ -38,9 +38,9 @@ def test_table_shows_failures_and_ratios():
     ]
     add_ratios(rows)
     output = io.StringIO()
-    show_table(Console(file=output, width=120), rows)
+    show_table(Console(file=output, width=80), rows)
     assert "1.50" in output.getvalue()
-    assert "(1 skipped)" in output.getvalue()
+    assert "accumulated, fp32: 1 steps skipped" in output.getvalue()
     assert "no [fp16] here" in output.getvalue()
     assert "2.00 MiB" in output.getvalue()
 

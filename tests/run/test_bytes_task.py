@@ -17,8 +17,8 @@ def model():
 
 def test_collate_pads_right_and_counts_on_the_host():
     batch = collate([b"abc", b"\xff"])
-    assert batch["inputs"].tolist() == [[START, 97, 98], [START, 255, START]]
-    assert batch["labels"].tolist() == [[97, 98, 99], [255, IGNORED, IGNORED]]
+    assert batch["inputs"].tolist() == [[START, 97, 98] + [START] * 13, [START, 255] + [START] * 14]
+    assert batch["labels"].tolist() == [[97, 98, 99] + [IGNORED] * 13, [255] + [IGNORED] * 15]
     assert batch["num_bytes"] == 4
     assert type(batch["num_bytes"]) is int
 

@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -136,27 +135,27 @@ def show_table(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         console: where to.
         rows: cases with their figures.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=CAPTION, caption_justify="left")
+    table = Table(box=None, pad_edge=False, caption=CAPTION, caption_justify="left")
     for title in ("case", "precision", "micro-batch", "samples/s", "of plain", "memory", "last loss"):
         table.add_column(title, justify="left" if title in ("case", "precision") else "right", no_wrap=True)
     for row in rows:
         table.add_row(row["name"], row["precision"], str(row["microbatch"]), *cells(row))
     console.print(table)
     for row in rows:
-        if "error" in row:
-            console.print(f"{row['name']}, {row['precision']}: {row['error']}", markup=False, soft_wrap=True)
+        note = row.get("error") or (f"{row['num_skipped']} steps skipped" if row["num_skipped"] else "")
+        if note:
+            console.print(f"{row['name']}, {row['precision']}: {note}", markup=False, soft_wrap=True)
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """The measured part of a row as text."""
     if "error" in row:
         return ["failed", "", "", ""]
-    skipped = f" ({row['num_skipped']} skipped)" if row["num_skipped"] else ""
     return [
         f"{row['samples_per_second']:.0f}",
         f"{row['plain_ratio']:.2f}" if "plain_ratio" in row else "",
         format_bytes(row["peak_bytes"]),
-        f"{row['loss']:.4f}{skipped}",
+        f"{row['loss']:.4f}",
     ]
 
 
