@@ -7,9 +7,9 @@ norm, skip a non-finite step, update, drop the gradients. They run alternately i
 from __future__ import annotations
 
 import torch
-from timing import Rows, medians
 
 import accumulus as acc
+from timing import Rows, medians
 
 IGNORED = -100
 NUM_MICROBATCHES = 16

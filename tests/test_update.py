@@ -49,7 +49,9 @@ def test_no_host_sync_where_the_optimizer_is_fused(make, precision, where, monke
     batches = [tokens_batch([3, 0, 9], seed=i) for i in range(4)]
     step(batches[0])
     waits = []
-    monkeypatch.setattr(acc_host(), "wait_for", lambda flag: waits.append(flag) or bool(getattr(flag, "tolist", lambda: flag)()))
+    monkeypatch.setattr(
+        acc_host(), "wait_for", lambda flag: waits.append(flag) or bool(getattr(flag, "tolist", lambda: flag)())
+    )
     for batch in batches[1:]:
         del waits[:]
         with Reads() as reads:

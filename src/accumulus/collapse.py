@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["find_cause", "untouched"]
 
@@ -68,7 +69,11 @@ def untouched(model: Any, device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in before and before[name].shape == buffer.shape:
-                        buffer.copy_(before[name])
+            _put_back(model, before)
+
+
+@torch.no_grad()
+def _put_back(model: Any, before: dict[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        if name in before and before[name].shape == buffer.shape:
+            buffer.copy_(before[name])

@@ -95,6 +95,9 @@ class Precision:
 
         Returns:
             A context manager that can be entered again and again. For "fp32" it switches an outer autocast off.
+
+        Raises:
+            PrecisionError: the device cannot compute in this precision.
         """
         if self.name == "tf32":
             return _TF32Region(device)

@@ -236,10 +236,15 @@ def norm_of(gradients: list[Tensor], order: float = 2.0) -> Scalar:
 def _square(gradient: Tensor) -> float:
     total: Any = math.inf
     if gradient.is_contiguous():
-        total = sum(torch.dot(part, part).tolist() for part in gradient.view(-1).split(BLAS_ELEMENTS))
+        total = sum(_square_of_piece(piece) for piece in torch.split(gradient.view(-1), BLAS_ELEMENTS))
     if not math.isfinite(total):  # strided, or large values whose squares do not fit in float32, or truly not finite
         total = torch.linalg.vector_norm(gradient, dtype=torch.float64).tolist() ** 2
     return float(total)
+
+
+def _square_of_piece(piece: Tensor) -> float:
+    square: Any = torch.dot(piece, piece).tolist()
+    return float(square)
 
 
 def multiply_(gradients: list[Tensor], multiplier: Scalar) -> None:

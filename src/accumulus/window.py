@@ -179,7 +179,7 @@ class Window:
         return Totals(
             loss=self._mean_loss(weights),
             like=self._like if self._like is not None else torch.zeros(()),
-            weight=single or 0,
+            weight=single if weights else 0,
             divisor=self._divisor(weights.get(self._base, 0)),
             is_valid=is_valid,
             metrics={name: tally.mean() for name, tally in self._metrics.items()},

@@ -45,3 +45,17 @@ def test_default_folder(task_file, tmp_path):
 def test_options_of_another_task_are_refused(task_file, capsys):
     assert main(["train", task_file, "--num-layers", "3"]) == 2
     assert "does not take --num-layers" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_go_on_is_saved_and_says_so_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(TASK.replace("- 1).square().mean()", "* float('nan')).mean()"))
+    words = ["train", "mine.py:task", "--steps", "500", "--batch-size", "4", "--precision", "fp16", "--out", "run"]
+    assert main(words) == 1
+    shown = capsys.readouterr()
+    assert "failed; the state before it is saved in run" in shown.out
+    assert shown.err.startswith("accumulus: ")
+    assert shown.err.count("\n") == 1
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert records[-1]["num_skipped"] == len(records)
+    assert (tmp_path / "run" / "state.pt").exists()

@@ -73,7 +73,7 @@ class TaskConfig:
     """Blocks of the model. Default: the task's own (bytes: 2)."""
 
     num_heads: Count = None
-    """Attention heads of a block. Default: the task's own (bytes: 4)."""
+    """Attention heads of a block. Default: the task's own (bytes: 2)."""
 
     def validate(self) -> None:
         """Refuses what cannot work, before anything is loaded.

@@ -11,9 +11,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Column
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
 from accumulus import Precision
 from accumulus.run import schedule
@@ -115,39 +116,40 @@ class PlainDisplay(Display):
 
 
 class BarDisplay(Display):
-    """A bar at the bottom of the terminal that is redrawn after every step."""
+    """Two lines at the bottom of the terminal, redrawn after every step: how far, and the step's numbers."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._bar = Progress(
             TextColumn("step {task.fields[step]}"),
-            BarColumn(bar_width=16),
+            BarColumn(bar_width=30),
             TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
             TextColumn("left {task.fields[left]}", style="cyan"),
             console=console,
         )
-        self._task: TaskID | None = None
+        self._task = self._bar.add_task("train", total=1.0, step=0, left="unknown")
+        self._numbers = "starting"
+        self._live = Live(get_renderable=self._two_lines, console=console)
+
+    def _two_lines(self) -> Group:
+        return Group(self._bar, Text(self._numbers, no_wrap=True, overflow="ellipsis"))
 
     def __enter__(self) -> Self:
-        self._bar.start()
-        self._task = self._bar.add_task("train", total=1.0, step=0, numbers="starting", left="unknown")
+        self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._live.stop()
 
     def show_step(self, record: Mapping[str, Any], progress: schedule.Progress) -> None:
-        """Redraws the bar."""
-        if self._task is None:
-            return
+        """Redraws both lines."""
+        self._numbers = self.numbers(record)
         self._bar.update(
             self._task,
             completed=progress.ratio(),
             step=record["step"],
-            numbers=self.numbers(record),
             left=format_duration(progress.seconds_left()),
         )
 

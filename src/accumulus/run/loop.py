@@ -36,15 +36,17 @@ def train(config: TrainConfig) -> int:
     run = build(config)
     display = choose_display(plain=config.plain)
     display.describe(run.folder, run.task, precision=run.precision, device=run.device)
-    with Recorder(run.folder, last_step=run.progress.num_steps) as recorder, StopRequest(display.stopping) as stop:
+    last_step = run.progress.num_steps or -1  # before the first step even the first measurement is made again
+    with Recorder(run.folder, last_step=last_step) as recorder, StopRequest(display.stopping) as stop:
         try:
             with display:
                 run_steps(run, recorder, display=display, stop=stop)
         except Exception:
             save_state(run, run.folder)
+            display.say(f"step {run.progress.num_steps + 1} failed; the state before it is saved in {run.folder}")
             raise
         save_state(run, run.folder)
-    if stop.signal is not None:
+    if stop.signal is not None and run.progress.ratio() < 1:
         display.say(f"stopped after step {run.progress.num_steps}; go on with: {resume_command(run.folder)}")
         return 128 + stop.signal
     finish(run, display)

@@ -1,0 +1,68 @@
+"""The same laws on a CUDA device, and that the host does not wait there. Skips, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import accumulus as acc
+
+from .reference import relative_error, token_loss, tokens_batch, tokens_model, whole_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 5e-6)])
+def test_the_law_of_the_split(fused, dtype, bound):
+    batch = tokens_batch([100, 1, 0, 50, 2, 7])
+    right = whole_batch(tokens_model(dtype), token_loss, batch)
+    for size in (1, 4, 6):
+        model = tokens_model(dtype).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+        step = acc.TrainStep(model, optimizer, token_loss, precision="fp32", microbatch=size)
+        found: list[torch.Tensor] = []
+        optimizer.register_step_post_hook(lambda *_, m=model, f=found: f.extend(p.grad.cpu() for p in m.parameters()))
+        result = step(batch)
+        assert relative_error(found, right.gradients) <= bound
+        assert float(result.loss) == pytest.approx(right.loss, rel=bound)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_no_host_sync_with_a_fused_optimizer(make, precision):
+    model = tokens_model(torch.float32).cuda()
+    step = acc.TrainStep(
+        model, make(model.parameters(), fused=True), token_loss, precision=precision, microbatch=2, max_grad_norm=1.0
+    )
+    batches = [tokens_batch([3, 0, 9, 20], seed=i) for i in range(4)]
+    step(batches[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[1:]:
+            step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert step.state_dict()["num_applied"] == 4
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_non_finite_step_changes_nothing(precision, fused):
+    model = tokens_model(torch.float32).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    factor = 1.0
+    step = acc.TrainStep(
+        model, optimizer, lambda m, b: acc.Loss(token_loss(m, b).sum * factor, 3), precision=precision, microbatch=1
+    )
+    step(tokens_batch([3, 4]))
+    before = [p.clone() for p in model.parameters()]
+    state = [s["exp_avg"].clone() for s in optimizer.state.values()]
+    factor = float("nan")
+    assert not step(tokens_batch([3, 4])).applied
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(state, optimizer.state.values(), strict=True))

@@ -1,0 +1,84 @@
+"""`__all__` is what is exposed, every public name is documented, and importing does nothing."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+
+import accumulus as acc
+
+
+def public_functions():
+    for name in acc.__all__:
+        value = getattr(acc, name)
+        if not inspect.isclass(value):
+            yield name, value
+            continue
+        if issubclass(value, Exception):
+            continue
+        yield name, value
+        for attribute, member in vars(value).items():
+            if attribute == "__call__" or not attribute.startswith("_"):
+                function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
+                if inspect.isfunction(function):
+                    yield f"{name}.{attribute}", function
+
+
+def test_all_is_sorted_and_exposed():
+    assert acc.__all__ == sorted(acc.__all__)
+    assert dir(acc) == sorted([*acc.__all__, "__version__"])
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        acc.nothing  # noqa: B018
+
+
+def test_every_error_is_exposed():
+    from accumulus import errors
+
+    assert set(errors.__all__) <= set(acc.__all__)
+    for name in errors.__all__:
+        assert issubclass(getattr(acc, name), acc.AccumulusError)
+        assert name in (errors.__doc__ or ""), f"{name} is not drawn in the tree"
+
+
+@pytest.mark.parametrize("name", acc.__all__)
+def test_every_public_name_has_a_docstring(name):
+    assert (getattr(acc, name).__doc__ or "").strip()
+
+
+@pytest.mark.parametrize(("name", "value"), list(public_functions()), ids=lambda v: v if isinstance(v, str) else "")
+def test_docstrings_are_contracts(name, value):
+    doc = inspect.getdoc(value) or ""
+    signature = inspect.signature(value)
+    parameters = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+    for parameter in parameters:
+        assert re.search(rf"^\s+{parameter.name}: ", doc, re.M), (
+            f"{name} does not describe {parameter.name!r} under Args"
+        )
+    if inspect.isfunction(value) and signature.return_annotation not in (None, "None", inspect.Signature.empty):
+        assert "Returns:" in doc, f"{name} does not say what it returns"
+    raised = re.findall(r"raise (\w+Error)", inspect.getsource(value)) if inspect.isfunction(value) else []
+    for error in raised:
+        assert error in doc, f"{name} raises {error} and does not say so"
+
+
+@pytest.mark.parametrize(("name", "value"), list(public_functions()), ids=lambda v: v if isinstance(v, str) else "")
+def test_everything_public_is_annotated(name, value):
+    function = value.__init__ if inspect.isclass(value) else value
+    for parameter in inspect.signature(function).parameters.values():
+        assert parameter.name in ("self", "cls") or parameter.annotation is not inspect.Parameter.empty, (
+            f"{name}({parameter})"
+        )
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_does_nothing():
+    heavy = "[m for m in ('torch', 'numpy', 'rich', 'tyro') if m in sys.modules]"
+    assert run(f"import sys, accumulus; print({heavy})") == "[]"
+    assert run("import accumulus.step, accumulus.window") == ""
