@@ -15,12 +15,20 @@ from typing import Any
 Rows = list[dict[str, Any]]
 
 
-def medians(sides: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3) -> dict[str, float]:
-    """Median seconds of each side; every round runs all of them, in an order drawn anew."""
+def medians(
+    sides: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    before: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, float]:
+    """Median seconds of each side; every round runs all of them, in an order drawn anew. `before` is not timed."""
     names = list(sides)
+    prepare = before or {}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(warmup):
         for name in names:
+            prepare.get(name, _nothing)()
             sides[name]()
     gc.collect()
     gc.disable()  # a collection would fall on whichever side happens to allocate
@@ -28,12 +36,17 @@ def medians(sides: Mapping[str, Callable[[], object]], *, rounds: int, warmup: i
         for _ in range(rounds):
             random.shuffle(names)
             for name in names:
+                prepare.get(name, _nothing)()
                 started = time.perf_counter()
                 sides[name]()
                 seconds[name].append(time.perf_counter() - started)
     finally:
         gc.enable()
     return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def _nothing() -> None:
+    pass
 
 
 def show(rows: Rows) -> None:

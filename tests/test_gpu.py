@@ -1,4 +1,4 @@
-"""The same laws on a CUDA device, and that the host does not wait there. Skips, with the reason, where there is none."""
+"""The same laws on a CUDA device, and that the host does not wait there. Skips, with a reason, where there is none."""
 
 from __future__ import annotations
 

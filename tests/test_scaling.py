@@ -126,8 +126,8 @@ def test_a_disabled_grad_scaler_has_nothing_to_load():
     "arguments",
     [
         {"initial": 0.0}, {"initial": float("inf")}, {"initial": float("nan")}, {"initial": 0.5}, {"growth": 1.0},
-        {"backoff": 1.0}, {"backoff": 0.0}, {"growth_interval": 0}, {"hysteresis": 0}, {"minimum": 0.0}, {"max_skips": 0},
-        {"scale": 0.0},
+        {"backoff": 1.0}, {"backoff": 0.0}, {"growth_interval": 0}, {"hysteresis": 0}, {"minimum": 0.0},
+        {"max_skips": 0}, {"scale": 0.0},
     ],
 )  # fmt: skip
 def test_arguments_out_of_bounds(arguments):

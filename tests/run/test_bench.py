@@ -5,7 +5,8 @@ import pytest
 from rich.console import Console
 
 from accumulus.errors import UsageError
-from accumulus.run.bench import add_ratios, bench, list_cases, show_table
+from accumulus.run.bench import add_ratios, bench, show_table
+from accumulus.run.cases import list_cases
 from accumulus.run.config import BenchConfig
 from accumulus.run.measure import measure
 

@@ -47,7 +47,7 @@ def test_what_is_shown(kind):
     show(display)
     text = output.getvalue()
     for part in ("bits per byte", "12.3k bytes/s", "scale 65536", "grad 1.25", "skipped 2", "left", "1.4427"):
-        assert part in text.replace("0.721", "0.721"), part
+        assert part in text, part
     assert "runs/[bold]x" in text
 
 

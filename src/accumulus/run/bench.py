@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,28 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from accumulus.errors import UsageError
+from accumulus.run.cases import PLAIN, Case, list_cases
 from accumulus.run.config import BenchConfig
 from accumulus.units import format_bytes
 
-PLAIN = "plain loop"
 CAPTION = (
     "Each case ran in a process of its own, with the same seed, samples and number of steps. Speed: the median step "
     "after the first. Memory: the most that training added to the loaded model and data. Loss: the last step's."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row of the table."""
-
-    name: str
-    precision: str
-    microbatch: int
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the hand-written loop runs instead of `TrainStep`."""
-        return self.name == PLAIN
 
 
 def bench(config: BenchConfig) -> int:
@@ -68,18 +54,6 @@ def bench(config: BenchConfig) -> int:
     if config.json is not None:
         write_json(Path(config.json), config, rows)
     return 1 if failed else 0
-
-
-def list_cases(config: BenchConfig) -> list[Case]:
-    """The plain loop first, because the others are compared with it; then each precision in both cuts."""
-    small, whole = config.microbatch_size(), config.batch_size
-    cases = [Case(name=PLAIN, precision="fp32", microbatch=small)]
-    for precision in dict.fromkeys(config.precisions):
-        cases += [
-            Case(name=name, precision=precision, microbatch=size)
-            for name, size in (("accumulated", small), ("whole batch", whole))
-        ]
-    return cases
 
 
 def run_case(config: BenchConfig, case: Case) -> dict[str, Any]:

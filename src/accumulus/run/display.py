@@ -85,7 +85,7 @@ class Display(ABC):
         pass
 
     def numbers(self, record: Mapping[str, Any]) -> str:
-        """The numbers of a step in one line."""
+        """The numbers of a step in one line of less than 80 characters."""
         parts = [f"loss {record['loss']:.4f}"]
         if self.main_number != "loss":
             parts.append(f"{words(self.main_number)} {record[self.main_number]:.3f}")
@@ -94,7 +94,6 @@ class Display(ABC):
             parts.append(f"scale {record['loss_scale']:g}")
         if record["grad_norm"] is not None:
             parts.append(f"grad {record['grad_norm']:.3g}")
-        parts.append(f"skipped {record['num_skipped']}")
         return "  ".join(parts)
 
 
@@ -112,7 +111,8 @@ class PlainDisplay(Display):
             return
         self._next_line = now + SECONDS_BETWEEN_LINES
         left = format_duration(progress.seconds_left())
-        self.say(f"step {record['step']:>5}  {self.numbers(record)}  left {left}")
+        skipped = f"skipped {record['num_skipped']}"
+        self.say(f"step {record['step']:>5}  {self.numbers(record)}  {skipped}  left {left}")
 
 
 class BarDisplay(Display):
@@ -125,9 +125,10 @@ class BarDisplay(Display):
             BarColumn(bar_width=30),
             TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("left {task.fields[left]}", style="cyan"),
+            TextColumn("skipped {task.fields[num_skipped]}"),
             console=console,
         )
-        self._task = self._bar.add_task("train", total=1.0, step=0, left="unknown")
+        self._task = self._bar.add_task("train", total=1.0, step=0, left="unknown", num_skipped=0)
         self._numbers = "starting"
         self._live = Live(get_renderable=self._two_lines, console=console)
 
@@ -150,6 +151,7 @@ class BarDisplay(Display):
             self._task,
             completed=progress.ratio(),
             step=record["step"],
+            num_skipped=record["num_skipped"],
             left=format_duration(progress.seconds_left()),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,16 +46,26 @@ def mean_loss(
     model.eval()
     try:
         with precision.region(device):
-            for start in range(0, len(data), batch_size):
-                samples = [data[index] for index in range(start, min(start + batch_size, len(data)))]
-                returned = loss_fn(model, to_device(collate(samples), device))
-                for name, loss in terms_of(returned, len(samples)).items():
-                    sums[name] += float(loss.sum)
-                    weights[name] += float(loss.weight)
+            for samples in pieces(data, batch_size):
+                terms = terms_of(loss_fn(model, to_device(collate(samples), device)), len(samples))
+                add_terms_(sums, weights, terms)
     finally:
         model.train(was_training)
     used = [name for name in sums if weights[name]]
     return sum(sums[name] / weights[name] for name in used) if used else float("nan")
+
+
+def pieces(data: Sequence[Any], batch_size: int) -> Iterator[list[Any]]:
+    """The samples in their order, `batch_size` at a time; the last piece may be smaller."""
+    for start in range(0, len(data), batch_size):
+        yield [data[index] for index in range(start, min(start + batch_size, len(data)))]
+
+
+def add_terms_(sums: dict[str, float], weights: dict[str, float], terms: Mapping[str, Loss]) -> None:
+    """Adds a piece's sums and weights in place."""
+    for name, loss in terms.items():
+        sums[name] += float(loss.sum)
+        weights[name] += float(loss.weight)
 
 
 def terms_of(returned: Any, num_samples: int) -> dict[str, Loss]:

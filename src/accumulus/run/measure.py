@@ -13,8 +13,8 @@ import torch
 
 from accumulus.errors import UsageError
 from accumulus.run.batches import Batches
-from accumulus.run.bench import Case
 from accumulus.run.build import choose_precision, collate_of, make_step, seeded_task
+from accumulus.run.cases import Case
 from accumulus.run.config import BenchConfig
 from accumulus.run.evaluate import terms_of, to_device
 from accumulus.run.machine import choose_device, describe_environment, peak_bytes, resident_bytes
