@@ -7,9 +7,9 @@ What bf16 gains depends on the machine (matrix units or not), so the bound is on
 from __future__ import annotations
 
 import torch
-from timing import Rows, medians, show
 
 import accumulus as acc
+from timing import Rows, medians, show
 
 WIDTH, NUM_BLOCKS, LENGTH = 512, 4, 128
 NUM_SAMPLES, NUM_MICROBATCHES = 16, 4

@@ -50,10 +50,10 @@ def measure_all() -> dict[str, object]:
 
 
 def table(results: dict[str, object]) -> str:
-    rows = [
-        f"| {row['what']} | {row['against']} | **{row['ratio']:.2f}** | {'' if row['bound'] is None else format(row['bound'], '.2f')} |"
-        for row in results["rows"]  # type: ignore[attr-defined]
-    ]
+    rows = []
+    for row in results["rows"]:  # type: ignore[attr-defined]
+        bound = "" if row["bound"] is None else f"{row['bound']:.2f}"
+        rows.append(f"| {row['what']} | {row['against']} | **{row['ratio']:.2f}** | {bound} |")
     where = f"{results['cpu']}, {results['num_threads']} threads, torch {results['torch']}; {results['why']}"
     head = ["| time of | against, in the same run | ratio | bound |", "|---|---|---|---|"]
     return "\n".join([BEGIN, *head, *rows, "", f"Measured by `make bench` on {where}.", END])

@@ -7,9 +7,9 @@ and reads them to step. Ours reads them for the norm and to step. Both start fro
 from __future__ import annotations
 
 import torch
-from timing import Rows, medians, show
 
 from accumulus.update import Update
+from timing import Rows, medians, show
 
 NUM_PARAMETERS = 40_000_000
 SHAPES = [(1024, 1024)] * 36 + [(4096, 512)] + [(1024,)] * 64

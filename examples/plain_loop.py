@@ -48,7 +48,7 @@ def loss_fn(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> Tensor:
 def train_step(model: nn.Module, x: Tensor, y: Tensor, pieces: tuple[int, ...], precision: str) -> acc.StepResult:
     """One update over the same micro-batches by accumulus.
 
-    In fp16 the loss scale begins high and comes down by skipped steps, which change nothing, until the gradient is finite.
+    In fp16 the loss scale begins high and comes down by skipped steps, which change nothing.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = acc.TrainStep(model, optimizer, loss_fn, precision=precision, microbatch=Sizes(pieces))
@@ -76,7 +76,7 @@ def compare(pieces: tuple[int, ...], precision: str = "fp32") -> dict[str, float
     """Relative error of the update, against the whole batch's.
 
     Returns:
-        The error of the `plain` loop (in fp32) and of `TrainStep` in the given precision, and how far apart the two are.
+        The error of the `plain` loop (in fp32) and of `TrainStep` in the precision given, and how far `apart` they are.
     """
     torch.manual_seed(0)
     model = nn.Linear(10, 1)

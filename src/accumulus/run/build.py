@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
 from accumulus import Precision, TrainStep
 from accumulus.dist.process import this_process
@@ -17,30 +14,10 @@ from accumulus.run.batches import Batches
 from accumulus.run.checkpoint import load_state
 from accumulus.run.config import TaskConfig, TrainConfig, check_resumed, read_config
 from accumulus.run.machine import choose_device, describe_environment
+from accumulus.run.parts import Run, collate_of
 from accumulus.run.record import make_folder, plan_folder
 from accumulus.run.schedule import Progress, WarmupCosine, set_peak_rate
 from accumulus.run.task import Task, load_task, make_optimizer
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Run:
-    """The parts of a run, each with its own job; the loop puts them together."""
-
-    config: TrainConfig
-    folder: Path
-    task: Task
-    device: torch.device
-    precision: Precision
-    optimizer: Any
-    schedule: WarmupCosine
-    progress: Progress
-    batches: Batches
-    step: TrainStep
-
-    @property
-    def collate(self) -> Callable[[list[Any]], Any]:
-        """Makes a micro-batch from a list of samples."""
-        return collate_of(self.task)
 
 
 def build(config: TrainConfig) -> Run:
@@ -184,11 +161,6 @@ def make_step(
         )
     except (ValueError, UnsupportedError) as error:  # the core's complaints about what it was given
         raise UsageError(f"task {config.task!r}: {error}") from error
-
-
-def collate_of(task: Task) -> Callable[[list[Any]], Any]:
-    """The task's collation, or torch's."""
-    return default_collate if task.collate is None else task.collate
 
 
 def resumed_folder(config: TrainConfig) -> Path:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from accumulus.errors import UsageError
+from accumulus.run.parts import Run
 from accumulus.run.task import one_line
-
-if TYPE_CHECKING:
-    from accumulus.run.build import Run
 
 STATE_FILE = "state.pt"
 FORMAT = 1

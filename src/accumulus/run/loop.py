@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accumulus.run.build import Run, build
+from accumulus.run.build import build
 from accumulus.run.checkpoint import save_state
 from accumulus.run.config import TrainConfig
 from accumulus.run.display import Display, choose_display
 from accumulus.run.evaluate import mean_loss
 from accumulus.run.machine import peak_bytes
+from accumulus.run.parts import Run
 from accumulus.run.record import Recorder
 from accumulus.run.stop import StopRequest
 from accumulus.run.summary import show_summary, summarize
