@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import os
 
+# Before torch is loaded, and for the processes that tests start: two workers with two threads each would spin against
+# each other on two cores, and take ten times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

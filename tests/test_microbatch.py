@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accumulus as acc
-from accumulus.microbatch import Microbatches, choose_split, move
+from accumulus.microbatch import Microbatches, choose_split, to_device
 
 CPU = torch.device("cpu")
 
@@ -83,10 +83,10 @@ def test_an_empty_list_is_refused():
 
 def test_on_the_cpu_nothing_is_moved():
     tree = {"x": torch.zeros(2)}
-    assert move(tree, CPU) is tree
+    assert to_device(tree, CPU) is tree
 
 
 def test_elsewhere_every_tensor_is():
-    moved = move({"x": torch.zeros(2), "n": 3, "y": [torch.ones(1)]}, torch.device("meta"))
+    moved = to_device({"x": torch.zeros(2), "n": 3, "y": [torch.ones(1)]}, torch.device("meta"))
     assert moved["x"].device.type == moved["y"][0].device.type == "meta"
     assert moved["n"] == 3

@@ -21,7 +21,7 @@ from accumulus.errors import (
 )
 
 if TYPE_CHECKING:
-    from accumulus.microbatch import by_count
+    from accumulus.microbatch import by_count, to_device
     from accumulus.precision import Precision
     from accumulus.run.task import Task
     from accumulus.scaling import DynamicScale, NoScale, StaticScale
@@ -41,6 +41,7 @@ _HOMES = {
     "Task": "run.task",
     "TrainStep": "step",
     "by_count": "microbatch",
+    "to_device": "microbatch",
 }
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "WeightError",
     "WindowError",
     "by_count",
+    "to_device",
 ]
 
 

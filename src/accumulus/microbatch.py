@@ -13,7 +13,7 @@ from accumulus import pytree
 from accumulus.errors import BatchError, SplitError
 from accumulus.types import describe
 
-__all__ = ["Microbatches", "Split", "by_count", "choose_split"]
+__all__ = ["Microbatches", "Split", "by_count", "choose_split", "to_device"]
 
 
 class Split(Protocol):
@@ -127,10 +127,10 @@ class Microbatches:
         """Yields each micro-batch on the device, and whether it is the last. Once only."""
         last = len(self.sizes) - 1
         for index, piece in enumerate(self._pieces):
-            yield move(piece, self._device), index == last
+            yield to_device(piece, self._device), index == last
 
 
-def move(tree: Any, device: torch.device) -> Any:
+def to_device(tree: Any, device: torch.device) -> Any:
     """The tree with its tensors on the device, copied without making the host wait.
 
     Args:
@@ -139,6 +139,10 @@ def move(tree: Any, device: torch.device) -> Any:
 
     Returns:
         A tree of the same types; the same object on a CPU that has nothing to move.
+
+    Example:
+        >>> to_device({"x": torch.zeros(2), "name": "a"}, torch.device("meta"))["x"].device.type
+        'meta'
 
     Cost:
         On CUDA, one copy into page-locked memory for tensors that are not there already: only from there is a

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from accumulus import Loss, Precision
+from accumulus import Loss, Precision, to_device
 
 
 @torch.no_grad()
@@ -72,16 +72,3 @@ def terms_of(returned: Any, num_samples: int) -> dict[str, Loss]:
     """What a loss function returned, as named sums."""
     named = returned if isinstance(returned, Mapping) else {"loss": returned}
     return {name: loss if isinstance(loss, Loss) else Loss.mean(loss, num_samples) for name, loss in named.items()}
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors inside dicts, lists and tuples on the device; everything else as it is."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {name: to_device(item, device) for name, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_device(item, device) for item in value)
-    return value
