@@ -15,7 +15,7 @@ from torch import Tensor
 from accumulus import host
 from accumulus.errors import ScaleCollapseError, StateError, UnsupportedError, WeightError
 from accumulus.host import Flag
-from accumulus.scaling import LossScale, restore_scale
+from accumulus.scaling import LossScale
 from accumulus.types import Scheduler
 
 __all__ = ["Ledger", "Outcome"]
@@ -148,6 +148,6 @@ class Ledger:
             raise StateError(f"unknown entries {sorted(unknown)} in the saved state of a step")
         self._pending = None
         if "loss_scale" in state:
-            self._loss_scale = restore_scale(self._loss_scale, state["loss_scale"])
+            self._loss_scale = self._loss_scale.load_state_dict(state["loss_scale"])
         for name in COUNTERS:
             setattr(self, name, int(state.get(name, 0)))

@@ -10,13 +10,11 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 from accumulus.errors import PrecisionError, ScaleCollapseError, StateError
 
-__all__ = ["DynamicScale", "LossScale", "NoScale", "StaticScale", "restore_scale"]
-
-S = TypeVar("S")
+__all__ = ["DynamicScale", "LossScale", "NoScale", "StaticScale"]
 
 MAX_SKIPS = 32
 """Skipped steps in a row before training stops: more than the 17 it takes to get from 2**16 below 1."""
@@ -37,10 +35,72 @@ class LossScale(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Every field, as plain values."""
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> Self:
+        """The scale that a saved state describes."""
+
+
+class Saved:
+    """What all loss scales share: their state is their fields, so nobody keeps a second list of them."""
+
+    __slots__ = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every field, as plain values.
+
+        Returns:
+            Field name to value, and the class's name as `kind`.
+        """
+        return {"kind": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Self:
+        """The scale that a saved state describes. Frozen: returns it and changes nothing.
+
+        Args:
+            state: from `state_dict`.
+
+        Returns:
+            The restored scale.
+
+        Raises:
+            StateError: the state is of another kind of scale, or a field is missing or unknown.
+        """
+        kind = type(self).__name__
+        if state.get("kind") != kind:
+            raise StateError(
+                f"the saved loss scale is a {state.get('kind', 'torch.amp.GradScaler')}, this step uses {kind}; use the "
+                "precision and loss_scale it was saved with, or leave 'loss_scale' out of the state to start anew"
+            )
+        names = {f.name for f in fields(self)}  # type: ignore[arg-type]
+        if state.keys() - {"kind"} != names:
+            raise StateError(f"a saved {kind} has the fields {sorted(names)}, not {sorted(state.keys() - {'kind'})}")
+        return type(self)(**{name: state[name] for name in names})
+
+
+class Constant(Saved):
+    """A scale that never changes, and only counts the steps that were skipped in a row."""
+
+    __slots__ = ()
+    max_skips: int
+    num_skips: int
+
+    def next(self, all_finite: bool) -> Self:
+        """The successor.
+
+        Args:
+            all_finite: whether every gradient of the step was finite.
+
+        Returns:
+            The scale of the next step.
+
+        Raises:
+            ScaleCollapseError: this was the `max_skips`-th non-finite step in a row.
+        """
+        return replace(self, num_skips=_count_skips(self, all_finite))  # type: ignore[type-var,arg-type]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoScale:
-    """No loss scaling: the scale is 1.
+class NoScale(Constant):
+    """No loss scaling: the scale is 1. A disabled `torch.amp.GradScaler`'s empty state may be loaded.
 
     Args:
         max_skips: stop after this many non-finite steps in a row.
@@ -59,29 +119,7 @@ class NoScale:
     def __float__(self) -> float:
         return 1.0
 
-    def next(self, all_finite: bool) -> NoScale:
-        """The successor.
-
-        Args:
-            all_finite: whether every gradient of the step was finite.
-
-        Returns:
-            The scale of the next step.
-
-        Raises:
-            ScaleCollapseError: this was the `max_skips`-th non-finite step in a row.
-        """
-        return replace(self, num_skips=_count_skips(self, all_finite))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Every field, as plain values.
-
-        Returns:
-            Field name to value, and the class's name as `kind`.
-        """
-        return _state(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> NoScale:
+    def load_state_dict(self, state: Mapping[str, Any]) -> Self:
         """The scale that a saved state describes. Frozen: returns it and changes nothing.
 
         Args:
@@ -93,11 +131,12 @@ class NoScale:
         Raises:
             StateError: the state is of another kind of scale, or a field is missing or unknown.
         """
-        return _restore(self, state) if state else self
+        # By name: super() does not work in a dataclass with slots.
+        return Constant.load_state_dict(self, state) if state else self
 
 
 @dataclass(frozen=True, slots=True)
-class StaticScale:
+class StaticScale(Constant):
     """A loss scale that never changes; a non-finite step is skipped.
 
     Args:
@@ -120,45 +159,9 @@ class StaticScale:
     def __float__(self) -> float:
         return float(self.value)
 
-    def next(self, all_finite: bool) -> StaticScale:
-        """The successor.
-
-        Args:
-            all_finite: whether every gradient of the step was finite.
-
-        Returns:
-            The scale of the next step.
-
-        Raises:
-            ScaleCollapseError: this was the `max_skips`-th non-finite step in a row.
-        """
-        return replace(self, num_skips=_count_skips(self, all_finite))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Every field, as plain values.
-
-        Returns:
-            Field name to value, and the class's name as `kind`.
-        """
-        return _state(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> StaticScale:
-        """The scale that a saved state describes. Frozen: returns it and changes nothing.
-
-        Args:
-            state: from `state_dict`.
-
-        Returns:
-            The restored scale.
-
-        Raises:
-            StateError: the state is of another kind of scale, or a field is missing or unknown.
-        """
-        return _restore(self, state)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicScale:
+class DynamicScale(Saved):
     """A loss scale that grows after a run of finite steps and shrinks after non-finite ones.
 
     With `hysteresis=1` and the scale above `minimum` its sequence equals `torch.amp.GradScaler`'s, step for step.
@@ -222,7 +225,7 @@ class DynamicScale:
         assert self.scale is not None  # set in __post_init__
         return float(self.scale)
 
-    def next(self, all_finite: bool) -> DynamicScale:
+    def next(self, all_finite: bool) -> Self:
         """The successor.
 
         Args:
@@ -237,15 +240,7 @@ class DynamicScale:
         num_skips = _count_skips(self, all_finite)
         return self._after_finite() if all_finite else self._after_nonfinite(num_skips)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Every field, as plain values.
-
-        Returns:
-            Field name to value, and the class's name as `kind`.
-        """
-        return _state(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> DynamicScale:
+    def load_state_dict(self, state: Mapping[str, Any]) -> Self:
         """The scale that a saved state describes. Frozen: returns it and changes nothing.
 
         Args:
@@ -259,7 +254,7 @@ class DynamicScale:
             StateError: the state is of another kind of scale, or a field is missing or unknown.
         """
         if "_growth_tracker" not in state:
-            return _restore(self, state)
+            return Saved.load_state_dict(self, state)
         scale = float(state["scale"])
         return replace(
             self,
@@ -274,14 +269,14 @@ class DynamicScale:
             tolerance_left=None,
         )
 
-    def _after_finite(self) -> DynamicScale:
+    def _after_finite(self) -> Self:
         if self.num_finite + 1 < self.growth_interval:
             return replace(self, num_finite=self.num_finite + 1, num_skips=0)
         grown = _as_float32(float(self) * self.growth)
         scale = grown if math.isfinite(grown) else float(self)
         return replace(self, scale=scale, num_finite=0, num_skips=0, tolerance_left=self.hysteresis)
 
-    def _after_nonfinite(self, num_skips: int) -> DynamicScale:
+    def _after_nonfinite(self, num_skips: int) -> Self:
         assert self.tolerance_left is not None  # set in __post_init__
         left = max(0, self.tolerance_left - 1)
         if left > 0:
@@ -293,26 +288,6 @@ class DynamicScale:
             )
         scale = max(_as_float32(float(self) * self.backoff), self.minimum)
         return replace(self, scale=scale, num_finite=0, num_skips=num_skips, tolerance_left=left)
-
-
-def restore_scale(present: LossScale, state: Mapping[str, Any]) -> LossScale:
-    """The loss scale of a saved state, for an object that now holds `present`.
-
-    Args:
-        present: a scale of the kind that the state must have.
-        state: from `state_dict`, or a `torch.amp.GradScaler`'s.
-
-    Returns:
-        The restored scale.
-
-    Raises:
-        StateError: the state is of another kind of scale.
-    """
-    load = getattr(present, "load_state_dict", None)
-    if load is None:
-        raise StateError(f"{type(present).__name__} has no load_state_dict, so its state cannot be restored")
-    restored: LossScale = load(state)
-    return restored
 
 
 def _count_skips(scale: LossScale, all_finite: bool) -> int:
@@ -332,23 +307,6 @@ def _as_float32(value: float) -> float:
     except OverflowError:
         return math.inf
     return rounded
-
-
-def _state(scale: Any) -> dict[str, Any]:
-    return {"kind": type(scale).__name__, **asdict(scale)}
-
-
-def _restore(scale: S, state: Mapping[str, Any]) -> S:
-    kind = type(scale).__name__
-    if state.get("kind") != kind:
-        raise StateError(
-            f"the saved loss scale is a {state.get('kind', 'scale of torch.amp.GradScaler')}, this step uses {kind}; "
-            "use the precision and loss_scale it was saved with, or leave 'loss_scale' out of the state to start anew"
-        )
-    names = {f.name for f in fields(scale)}  # type: ignore[arg-type]
-    if state.keys() - {"kind"} != names:
-        raise StateError(f"a saved {kind} has the fields {sorted(names)}, not {sorted(state.keys() - {'kind'})}")
-    return type(scale)(**{name: state[name] for name in names})
 
 
 def _check(holds: bool, name: str, value: object, bound: str) -> None:
