@@ -126,8 +126,9 @@ class Microbatches:
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yields each micro-batch on the device, and whether it is the last. Once only."""
         last = len(self.sizes) - 1
+        moves = self._device.type != "cpu"
         for index, piece in enumerate(self._pieces):
-            yield to_device(piece, self._device), index == last
+            yield to_device(piece, self._device) if moves else piece, index == last
 
 
 def to_device(tree: Any, device: torch.device) -> Any:

@@ -67,8 +67,8 @@ class Saved:
         kind = type(self).__name__
         if state.get("kind") != kind:
             raise StateError(
-                f"the saved loss scale is a {state.get('kind', 'torch.amp.GradScaler')}, this step uses {kind}; use the "
-                "precision and loss_scale it was saved with, or leave 'loss_scale' out of the state to start anew"
+                f"the saved loss scale is a {state.get('kind', 'torch.amp.GradScaler')}, this step uses {kind}; "
+                "use the precision and loss_scale it was saved with, or leave 'loss_scale' out to start anew"
             )
         names = {f.name for f in fields(self)}  # type: ignore[arg-type]
         if state.keys() - {"kind"} != names:

@@ -58,8 +58,10 @@ def power_of_two(weight: Weight) -> Scalar:
     """The largest power of two that is not above a weight; 1 for what has none. A tensor stays on its device."""
     if isinstance(weight, Tensor):
         weight = _stack([weight])
-        # frexp's mantissa is exact, so the quotient is an exact power of two.
-        floor = weight / torch.frexp(weight).mantissa / 2
+        if weight.device.type == "mps":  # has no frexp
+            floor = torch.exp2(torch.floor(torch.log2(weight)))
+        else:  # frexp's mantissa is exact, so the quotient is an exact power of two
+            floor = weight / torch.frexp(weight).mantissa / 2
         return torch.where((weight > 0) & weight.isfinite(), floor, 1.0).reshape(())
     mantissa, exponent = math.frexp(weight)
     return math.ldexp(1.0, exponent - 1) if mantissa else 1.0

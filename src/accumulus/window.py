@@ -268,7 +268,7 @@ class Window:
         if seed is None or seed.dtype != root.dtype or seed.device != root.device or seed.shape != root.shape:
             value = self._unit * tally.share
             if isinstance(value, Tensor):
-                seed = value.to(root.dtype).expand(root.shape)
+                seed = value.to(root.device, root.dtype).expand(root.shape)
             else:
                 seed = torch.full(root.shape, value, dtype=root.dtype, device=root.device)
             tally.seed = seed
