@@ -559,6 +559,18 @@ def test_schedulers_advance_once_per_applied_step(where):
     assert scheduler.get_last_lr() == [0.125]
 
 
+def test_a_deep_copy_is_a_step_of_its_own():
+    step = make_step(
+        tokens_model(torch.float32), precision="fp16", loss_scale=acc.DynamicScale(initial=4.0, growth_interval=1)
+    )
+    other = copy.deepcopy(step)
+    before = snapshot(step.model)
+    assert other(tokens_batch([3, 4])).loss_scale == 4.0
+    assert other(tokens_batch([3, 4])).loss_scale == 8.0
+    assert_same(before, snapshot(step.model))
+    assert float(step.loss_scale) == 4.0
+
+
 def test_an_outer_autocast_does_not_reach_into_fp32():
     model = tokens_model(torch.float32)
     seen = []

@@ -105,7 +105,7 @@ class TrainStep:
         self.window = WindowRules(
             self.precision.region(self.device),
             autocast_device=self.device.type if self.precision.compute else None,
-            scale=lambda: float(self.loss_scale),
+            scale=self._scale_now,  # bound, not a lambda: a deep copy of the step must read its own
             discard=self.update.discard,
             weigh=weigh,
             on_empty=on_empty,
@@ -184,6 +184,9 @@ class TrainStep:
         if reference is not None and not float(reference) > 0:
             raise StateError(f"the saved reference weight must be above 0, not {reference}")
         self.window.reference = reference
+
+    def _scale_now(self) -> float:
+        return float(self.ledger.loss_scale)
 
     def _result(
         self, totals: Totals, report: Report, window: Window, parts: Microbatches, started: float

@@ -34,6 +34,13 @@ class Compiled(nn.Module):
         self._orig_mod = model
 
 
+def test_processes_of_torchrun_that_never_met_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(acc.UnsupportedError, match="2 ranks"):
+        sync.choose_sync(nn.Linear(1, 1))
+
+
 def test_wrappers_are_seen_through_compile():
     with pytest.raises(acc.UnsupportedError, match="DataParallel"):
         sync.choose_sync(Compiled(nn.DataParallel(nn.Linear(1, 1))))

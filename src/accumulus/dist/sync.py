@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from accumulus.dist.collectives import num_ranks
+from accumulus.dist.process import this_process
 from accumulus.errors import UnsupportedError
 
 __all__ = ["GradSync", "NoSync", "choose_sync"]
@@ -58,6 +59,8 @@ def choose_sync(model: Any) -> GradSync:
     for kind in type(inner).__mro__:
         if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
             raise UnsupportedError(f"a model wrapped in {kind.__name__} is not supported yet; pass the plain model")
-    if num_ranks() > 1:
-        raise UnsupportedError(f"training over {num_ranks()} ranks is not available yet; run one process")
+    # Processes that torchrun started and that have not found each other would each train a model of its own.
+    ranks = max(num_ranks(), this_process().num_ranks)
+    if ranks > 1:
+        raise UnsupportedError(f"training over {ranks} ranks is not available yet; run one process")
     return NoSync()
