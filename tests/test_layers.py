@@ -17,6 +17,8 @@ LAYERS = {
     "units": 0,
     "dist": 1,
     "tally": 1,
+    "terms": 1,
+    "guard": 1,
     "precision": 2,
     "scaling": 2,
     "microbatch": 2,

@@ -103,6 +103,27 @@ def test_a_list_of_tensors_of_the_batchs_length_is_a_container():
     assert [part[0].tolist() for part in cut([x, x], [1, 1])] == [[0], [1]]
 
 
+def test_a_tuple_of_strings_is_cut_with_the_tensors():
+    """As torch's default_collate returns the names of samples."""
+    from torch.utils.data import default_collate
+
+    batch = default_collate([(torch.tensor(i), f"s{i}") for i in range(4)])
+    assert [(part[0].tolist(), list(part[1])) for part in cut(batch, [3, 1])] == [
+        ([0, 1, 2], ["s0", "s1", "s2"]),
+        ([3], ["s3"]),
+    ]
+
+
+def test_a_list_that_could_be_read_both_ways_is_refused():
+    """One entry per sample, or one tensor per field? It must not depend on how many boxes an image happens to have."""
+    with pytest.raises(BatchError, match=r"batch\.boxes.*Use a tuple for fields"):
+        cut({"x": rows(3), "boxes": [rows(3), rows(3), rows(3)]}, [1, 2])
+    fields = cut({"x": rows(3), "pair": (rows(3), rows(3), rows(3))}, [1, 2])
+    assert [len(part["pair"]) for part in fields] == [3, 3]
+    samples = cut({"x": rows(3), "boxes": [rows(2), rows(3), rows(1)]}, [1, 2])
+    assert [len(part["boxes"]) for part in samples] == [1, 2]
+
+
 def test_pieces_are_views():
     x = rows()
     assert cut(x, [5, 5])[1].data_ptr() == x[5:].data_ptr()
@@ -125,6 +146,7 @@ class Opaque:
         ((i for i in range(3)), "generator"),
         ([rows(4), rows(3)], "collate="),
         ({"x": torch.eye(3).to_sparse()}, "layout torch.sparse_coo"),
+        ({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)}, "nested|layout"),
     ],
 )
 def test_what_cannot_be_cut_is_named(batch, says):

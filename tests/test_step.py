@@ -465,6 +465,41 @@ class TestRefusals:
         with pytest.raises(acc.UnsupportedError, match="DataParallel"):
             make_step(model)
 
+    @pytest.mark.parametrize(
+        ("name", "value", "error"),
+        [
+            ("loss_scale", 1024.0, acc.PrecisionError),
+            ("loss_scale", 0, acc.PrecisionError),
+            ("loss_scale", "dynamic", acc.PrecisionError),
+            ("scheduler", 3, acc.OptimizerError),
+            ("weigh", 5, acc.WeightError),
+            ("max_grad_norm", "1", acc.OptimizerError),
+            ("microbatch", "8", acc.SplitError),
+        ],
+    )
+    def test_arguments_of_another_kind(self, name, value, error):
+        with pytest.raises(error, match=name):
+            make_step(tokens_model(), **{name: value})
+
+    def test_other_arguments_of_another_kind(self):
+        model = tokens_model()
+        with pytest.raises(acc.LossError, match="loss_fn"):
+            make_step(model, 3)
+        with pytest.raises(acc.OptimizerError, match="model must be"):
+            acc.TrainStep([model], torch.optim.SGD(model.parameters()), token_loss, microbatch=1)
+        with pytest.raises(acc.BatchError, match="collate"):
+            make_step(model, collate=3)([1, 2])
+
+    def test_a_model_cast_after_the_step_was_made(self):
+        model = tokens_model(torch.float32)
+        step = make_step(model, fused=True)
+        model.bfloat16()
+        before = snapshot(model)
+        with pytest.raises(acc.PrecisionError, match="bfloat16"):
+            step(tokens_batch([3]))
+        assert_same(before, snapshot(model))
+        assert all(p.grad is None for p in model.parameters())
+
     def test_on_empty(self):
         with pytest.raises(acc.WeightError, match="on_empty"):
             make_step(tokens_model(), on_empty="ignore")
@@ -512,13 +547,46 @@ class TestState:
             "loss_scale": {"kind": "NoScale", "max_skips": 32, "num_skips": 0},
             "num_steps": 1,
             "num_applied": 1,
-            "reference": 2.0,
+            "reference": 3.0,
         }
 
-    @pytest.mark.parametrize("state", [{"scale": 3}, {"loss_scale": {"kind": "DynamicScale"}}, {"reference": -1.0}])
-    def test_of_another_kind_is_refused(self, state):
+    @pytest.mark.parametrize(
+        "state",
+        [
+            {"scale": 3},
+            {"loss_scale": {"kind": "DynamicScale"}},
+            {"loss_scale": 3},
+            {"reference": -1.0, "num_steps": 77},
+            {"reference": math.inf, "num_steps": 77},
+            {"num_steps": 77, "num_applied": "many"},
+            {"num_steps": 77, "num_applied": None},
+        ],
+    )
+    def test_of_another_kind_is_refused_whole(self, state):
+        step = make_step(tokens_model())
+        before = step.state_dict()
         with pytest.raises(acc.StateError):
-            make_step(tokens_model()).load_state_dict(state)
+            step.load_state_dict(state)
+        assert step.state_dict() == before
+
+    def test_of_a_grad_scaler_is_taken(self):
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler.scale(torch.ones(()))
+        step = make_step(tokens_model(torch.float32), precision="fp16")
+        step.load_state_dict(scaler.state_dict())
+        assert float(step.loss_scale) == 64.0
+
+    def test_survives_the_optimizers_own_rollback(self, accelerator):
+        """A first step that is skipped must not leave uninitialised momentum, after a rollback either."""
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        initial = copy.deepcopy(optimizer.state_dict())
+        step = acc.TrainStep(model, optimizer, lambda m, b: m(b).mean(), precision="fp32", microbatch=1)
+        for _ in range(2):
+            step(torch.ones(2, 2))
+        optimizer.load_state_dict(initial)
+        assert not step(torch.tensor([[1.0, math.inf]])).applied
+        assert not any(optimizer.state.values())
 
 
 class TestResult:
@@ -569,6 +637,135 @@ def test_a_deep_copy_is_a_step_of_its_own():
     assert other(tokens_batch([3, 4])).loss_scale == 8.0
     assert_same(before, snapshot(step.model))
     assert float(step.loss_scale) == 4.0
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_bound_of_infinity_only_measures(where, fused):
+    model, plain = tokens_model(torch.float32), tokens_model(torch.float32)
+    batch = tokens_batch([3, 9])
+    step = make_step(model, fused=fused, max_grad_norm=math.inf)
+    for _ in range(2):
+        result = step(batch)
+        make_step(plain)(batch)
+    assert float(result.grad_norm) > 0
+    assert not result.clipped
+    assert relative_error(list(model.parameters()), list(plain.parameters())) <= 1e-6
+
+
+def test_a_gradient_of_zero_stays_one(where):
+    model = nn.Linear(1, 1, bias=False)
+    before = model.weight.item()
+    assert make_step(model, lambda m, b: m(b).mean() * 0.0, max_grad_norm=1.0)(torch.ones(2, 1)).applied
+    assert model.weight.item() == before
+
+
+def test_tiny_gradients_have_a_norm():
+    model = nn.Linear(1, 1, bias=False)
+    step = make_step(model, lambda m, b: (m(b) * 1e-24).sum())
+    assert float(step(torch.ones(1, 1)).grad_norm) == pytest.approx(1e-24, rel=1e-5)
+
+
+def test_windows_without_weight_do_not_lose_the_step_before(accelerator):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = acc.TrainStep(
+        model, optimizer, lambda m, b: acc.Loss(m(b).sum(), int(b.sum())), precision="fp32", microbatch=2,
+        scheduler=scheduler, on_empty="skip",
+    )  # fmt: skip
+    for weight in (1, 0, 1, 0, 1, 0):
+        step(torch.full((2, 1), float(weight)))
+    assert step.state_dict() | {"loss_scale": None} == {
+        "loss_scale": None, "num_steps": 6, "num_applied": 3, "reference": 1.0
+    }  # fmt: skip
+    assert scheduler.get_last_lr() == [0.0125]
+
+
+def test_settle_advances_the_scheduler(accelerator):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = acc.TrainStep(
+        model, optimizer, lambda m, b: m(b).mean(), precision="fp32", microbatch=2, scheduler=scheduler
+    )
+    for _ in range(2):
+        step(torch.ones(2, 1))
+    step.settle()
+    assert scheduler.get_last_lr() == [0.25]
+
+
+def test_a_scheduler_that_raises_does_not_stop_the_loss_scale():
+    class Ends:
+        def step(self):
+            raise ValueError("past its end")
+
+    step = make_step(
+        tokens_model(torch.float32), precision="fp16", scheduler=Ends(),
+        loss_scale=acc.DynamicScale(initial=8.0, growth_interval=2),
+    )  # fmt: skip
+    for _ in range(4):
+        with pytest.raises(ValueError, match="past its end"):
+            step(tokens_batch([3]))
+    assert float(step.loss_scale) == 32.0
+
+
+def test_rates_that_the_optimizer_chooses_itself_or_keeps_in_a_tensor():
+    model = tokens_model(torch.float32)
+    step = make_step(model)
+    step.update.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    assert step(tokens_batch([3])).to_dict()["lr"] == 0.5
+    optimizer = torch.optim.Adafactor(model.parameters())
+    step = acc.TrainStep(model, optimizer, token_loss, precision="fp32", microbatch=1)
+    assert step(tokens_batch([3])).applied
+
+
+def test_parameters_that_stand_in_the_optimizer_twice():
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.clone()
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = torch.optim.SGD([*model.parameters(), *model.parameters()], lr=1.0)
+    step = acc.TrainStep(
+        model, optimizer, lambda m, b: m(b).mean(), precision="fp32", microbatch=1, loss_scale=acc.StaticScale(4.0)
+    )
+    step(torch.ones(4, 2))
+    assert torch.allclose(
+        before - model.weight, torch.full((1, 2), 2.0)
+    )  # torch itself steps it twice, by the true gradient
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_hooks_on_the_optimizers_step_see_the_true_gradient_and_applied_steps_only(where, fused):
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    factor, norms, done = 1.0, [], []
+    optimizer.register_step_pre_hook(lambda *_: norms.append(model.weight.grad.norm().item()))
+    optimizer.register_step_post_hook(lambda *_: done.append(1))
+    step = acc.TrainStep(
+        model,
+        optimizer,
+        lambda m, b: m(b).mean() * factor,
+        precision="fp32",
+        microbatch=1,
+        loss_scale=acc.StaticScale(1024.0),
+    )
+    for factor in (1.0, math.inf, 3.0):  # noqa: B007
+        step(torch.ones(4, 1))
+    assert norms == [1.0, 3.0]
+    assert len(done) == 2
+
+
+def test_the_cause_of_a_collapse_that_cannot_be_found_does_not_hide_it():
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(1)
+        if len(calls) == 2:
+            raise StopIteration
+        return token_loss(model, batch).sum * math.nan
+
+    step = make_step(tokens_model(), loss_fn, loss_scale=acc.NoScale(max_skips=1))
+    with pytest.raises(acc.ScaleCollapseError, match="could not be run again"):
+        step(tokens_batch([3]))
 
 
 def test_an_outer_autocast_does_not_reach_into_fp32():

@@ -37,10 +37,10 @@ def test_weights_on_a_device_stay_there(accelerator):
     assert acc.Loss.mean(torch.ones(()), weight).weight == 3  # a mean's is read: see its docstring
 
 
-@pytest.mark.parametrize("bad", [3.0, None, torch.ones(2), "loss"])
+@pytest.mark.parametrize("bad", [3.0, None, torch.ones(2), "loss", torch.tensor(3), torch.tensor(1j)])
 @pytest.mark.parametrize("make", [acc.Loss, acc.Loss.mean])
 def test_sums_must_be_tensors_of_one_element(bad, make):
-    with pytest.raises(acc.LossError, match="one element"):
+    with pytest.raises(acc.LossError, match="one real floating number"):
         make(bad, 1)
 
 

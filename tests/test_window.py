@@ -9,47 +9,71 @@ import torch
 from torch import nn
 
 import accumulus as acc
-from accumulus.window import as_terms
+from accumulus.terms import as_terms
+from accumulus.window import Window, WindowRules
 
 from .reference import applied_gradients, token_loss, tokens_batch, tokens_model
 
 
-def make_step(model, loss_fn=token_loss, **options):
+def make_step(model, loss_fn=token_loss, *, fused=False, **options):
     options = {"precision": "fp32", "microbatch": 1} | options
-    return acc.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), loss_fn, **options)
+    return acc.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=fused), loss_fn, **options)
 
 
-def test_the_reference_is_the_last_windows_total_as_a_power_of_two(where):
-    step = make_step(tokens_model())
-    step(tokens_batch([3, 9, 40]))
-    assert step.state_dict()["reference"] == 32.0  # of 52
-    step(tokens_batch([64, 64]))
-    assert step.state_dict()["reference"] == 128.0
-    step(tokens_batch([100]))
-    assert step.state_dict()["reference"] == 64.0
-
-
-def test_the_first_reference_is_planned_or_weighed():
+def units(step):
+    """S / R of each window from now on, as it was when its last micro-batch was done."""
     seen = []
-    model = tokens_model()
-    step = make_step(model)
-    step.window.region = _Spy(lambda: seen.append(step.window.reference))
+    totals = Window.totals
+
+    def spy(window):
+        seen.append(float(window._unit))
+        return totals(window)
+
+    step.window.open = lambda *a, **k: _spied(WindowRules.open(step.window, *a, **k), spy)
+    return seen
+
+
+def _spied(window, spy):
+    window.totals = lambda: spy(window)
+    return window
+
+
+def test_the_reference_is_the_last_windows_weight_per_sample_as_a_power_of_two(where):
+    step = make_step(tokens_model())
+    seen = units(step)
     step(tokens_batch([3, 9, 40]))
-    weighed = make_step(tokens_model(), weigh=lambda batch: (batch["labels"] != -100).sum())
-    weighed(tokens_batch([3, 9, 40]))
-    assert seen == [8.0] or seen == [32.0]  # 3 labels in each of three micro-batches were planned
-    assert weighed.window.reference == 32.0
+    step(tokens_batch([30, 10, 12]))
+    step(tokens_batch([17] * 6))
+    # The first planned 3 labels for each of 3 samples; then 52 for three, and 104 for six.
+    assert seen == [1 / 8, 1 / 32, 1 / 64]
+    assert step.state_dict()["reference"] == 17.0
 
 
-class _Spy:
-    def __init__(self, at_exit):
-        self._at_exit = at_exit
+def test_the_reference_is_exact_where_the_weights_are_counted():
+    step = make_step(tokens_model(), weigh=lambda batch: (batch["labels"] != -100).sum())
+    seen = units(step)
+    step(tokens_batch([1, 1, 40]))
+    assert seen == [1 / 32]
 
-    def __enter__(self):
-        return self
 
-    def __exit__(self, *error):
-        self._at_exit()
+def test_a_full_batch_after_a_short_one_does_not_overflow_fp16(where):
+    """Its gradients are as large as those of the whole batch's mean, however small the batch before was."""
+    model = nn.Linear(4, 1, bias=False)
+    step = acc.TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=1e-6), lambda m, b: acc.Loss(m(b).float().sum(), len(b)),
+        precision="fp16", microbatch=512, loss_scale=acc.DynamicScale(initial=2.0**12),
+    )  # fmt: skip
+    for size in (512, 2, 512, 2, 512):
+        assert step(torch.ones(size, 4)).applied
+    assert float(step.loss_scale) == 2.0**12
+
+
+def test_a_wildly_different_window_does_not_trust_the_last_one():
+    model = nn.Linear(1, 1, bias=False)
+    step = make_step(model, lambda m, b: acc.Loss(m(b).sum() * float(b), float(b)), fused=False)
+    for weight in (1e-20, 1e20, 1.0, 2.0**20, 1e-12):
+        found = applied_gradients(step, torch.full((1, 1), weight))
+        assert found[0].item() == pytest.approx(weight, rel=1e-6)
 
 
 @pytest.mark.parametrize("reference", [2.0**-8, 1.0, 2.0**20])

@@ -12,7 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Flag", "Scalar", "as_flag", "as_tensor", "at_least", "is_finite", "reads_freely", "value_of", "wait_for"]
+__all__ = [
+    "Flag",
+    "Scalar",
+    "as_flag",
+    "as_tensor",
+    "as_wide",
+    "at_least",
+    "is_finite",
+    "reads_freely",
+    "value_of",
+    "wait_for",
+]
 
 Scalar = float | Tensor
 Flag = bool | Tensor
@@ -58,6 +69,11 @@ def as_tensor(value: Scalar, like: Tensor, dtype: torch.dtype | None = None) -> 
         return value.to(like.device, dtype or value.dtype)
     default = torch.float32 if like.device.type == "mps" else torch.float64
     return torch.full((), value, dtype=dtype or default, device=like.device)
+
+
+def as_wide(value: Scalar, like: Tensor) -> Tensor:
+    """A scalar as a tensor on the other's device, in float64 where that has it."""
+    return as_tensor(value, like, torch.float32 if like.device.type == "mps" else torch.float64)
 
 
 def as_flag(flag: Flag, like: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ without waiting, and read at the latest moment before it is needed: just before 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,10 +14,17 @@ import torch
 from torch import Tensor
 
 from accumulus import host
-from accumulus.errors import ScaleCollapseError, StateError, UnsupportedError, WeightError
+from accumulus.errors import (
+    OptimizerError,
+    PrecisionError,
+    ScaleCollapseError,
+    StateError,
+    UnsupportedError,
+    WeightError,
+)
 from accumulus.host import Flag
 from accumulus.scaling import LossScale
-from accumulus.types import Scheduler
+from accumulus.types import Scheduler, describe
 
 __all__ = ["Ledger", "Outcome"]
 
@@ -60,6 +68,7 @@ class Ledger:
         scheduler: stepped once per applied step.
 
     Raises:
+        PrecisionError, OptimizerError: `loss_scale` is no scale, or `scheduler` no scheduler.
         UnsupportedError: the scheduler needs a measure to step.
     """
 
@@ -68,6 +77,12 @@ class Ledger:
             raise UnsupportedError(
                 "ReduceLROnPlateau steps on a measure; call scheduler.step(measure) in your own loop"
             )
+        if not callable(getattr(loss_scale, "next", None)):
+            raise PrecisionError(f"loss_scale must be a scale, such as StaticScale(1024.0), not {describe(loss_scale)}")
+        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+            raise OptimizerError(f"scheduler must have a step method, not {describe(scheduler)}")
+        if scheduler is not None and _needs_argument(scheduler.step):
+            raise UnsupportedError(f"{type(scheduler).__name__}.step needs an argument; call it in your own loop")
         self._loss_scale = loss_scale
         self._scheduler = scheduler
         self._pending: tuple[Outcome, Callable[[], str]] | None = None
@@ -91,7 +106,10 @@ class Ledger:
         Raises:
             ScaleCollapseError, WeightError: as `settle`, where the outcome is already known.
         """
-        self._pending = (outcome, problem)
+        try:
+            self.settle()  # a window without any weight asked for no scale, so the one before it may still be open
+        finally:
+            self._pending = (outcome, problem)
         # After a skipped step the outcome is awaited, so that the batch is still there when the cause is asked for.
         if outcome.is_known or self._loss_scale.num_skips > 0:
             self.settle(cause)
@@ -111,20 +129,18 @@ class Ledger:
         (outcome, problem), self._pending = self._pending, None
         all_finite, applied = outcome.read()
         self.num_steps += 1
-        if applied:
-            self.num_applied += 1
-            if self._scheduler is not None:
-                self._scheduler.step()
-        elif all_finite:
+        if all_finite and not applied:
             if text := problem():
                 raise WeightError(text)
             return
         try:
             self._loss_scale = self._loss_scale.next(all_finite or applied)
         except ScaleCollapseError as error:
-            raise ScaleCollapseError(
-                f"{error}; {cause() if cause else 'lower the learning rate or look for NaN'}"
-            ) from None
+            raise ScaleCollapseError(f"{error}; {_explain(cause)}") from None
+        if applied:
+            self.num_applied += 1
+            if self._scheduler is not None:
+                self._scheduler.step()  # last: it is the user's, and may raise
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and the counters, after settling."""
@@ -143,11 +159,33 @@ class Ledger:
         Raises:
             StateError: it is of another kind.
         """
+        if "_growth_tracker" in state:  # a whole torch.amp.GradScaler's
+            state = {"loss_scale": state}
         unknown = state.keys() - {"loss_scale", *COUNTERS}
         if unknown:
             raise StateError(f"unknown entries {sorted(unknown)} in the saved state of a step")
+        try:  # everything first, so that a bad state changes nothing
+            saved = state.get("loss_scale")
+            loss_scale = self._loss_scale if saved is None else self._loss_scale.load_state_dict(saved)
+            counters = {name: int(state.get(name, 0)) for name in COUNTERS}
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise StateError(f"not the saved state of a step: {error}") from error
         self._pending = None
-        if "loss_scale" in state:
-            self._loss_scale = self._loss_scale.load_state_dict(state["loss_scale"])
-        for name in COUNTERS:
-            setattr(self, name, int(state.get(name, 0)))
+        self._loss_scale = loss_scale
+        for name, value in counters.items():
+            setattr(self, name, value)
+
+
+def _needs_argument(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is inspect.Parameter.empty and p.kind not in optional for p in parameters)
+
+
+def _explain(cause: Callable[[], str] | None) -> str:
+    if cause is None:
+        return "lower the learning rate or look for NaN"
+    try:
+        return cause()
+    except Exception as error:  # it runs the user's code again, and must not hide what is being raised
+        return f"the batch could not be run again to find the cause ({type(error).__name__}: {error})"

@@ -108,12 +108,17 @@ class Microbatches:
     __slots__ = ("_device", "_pieces", "batch", "num_samples", "sizes")
 
     def __init__(self, batch: Any, split: Split, device: torch.device, *, collate: Callable[[Any], Any] | None) -> None:
+        if collate is not None and not callable(collate):
+            raise BatchError(f"collate must be a function of a list of samples, not {describe(collate)}")
         self.batch = batch
         tree = pytree.sliceable(batch) if collate is None else None
         self.num_samples = tree.length if tree is not None else _sample_count(batch)
-        self.sizes = split.sizes(self.num_samples)
-        if sum(self.sizes) != self.num_samples or min(self.sizes) < 1:
-            raise SplitError(f"{split!r} cut {self.num_samples} samples into {list(self.sizes)}; the sizes must add up")
+        self.sizes = list(split.sizes(self.num_samples))
+        whole = all(type(size) is int and size > 0 for size in self.sizes)
+        if not whole or sum(self.sizes) != self.num_samples:
+            raise SplitError(
+                f"{split!r} cut {self.num_samples} samples into {self.sizes}; they must be integers that add up"
+            )
         self._device = device
         if tree is not None:
             self._pieces = tree.cut(self.sizes)
@@ -169,7 +174,8 @@ def _collated(samples: Any, sizes: Sequence[int], collate: Callable[[Any], Any])
 
 
 def _sample_count(batch: Any) -> int:
-    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
+    # A tuple is refused too: it is a batch of tensors that someone took out of a loader far more often than samples.
+    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes, tuple)):
         raise BatchError(f"with collate=, a batch is a list of samples, not {describe(batch)}")
     if not batch:
         raise BatchError("the batch holds 0 samples; leave empty batches out")

@@ -45,11 +45,12 @@ class Leaf:
     path: str
     value: Any
     in_list: bool
+    in_sequence: bool = False  # a list or a plain tuple, which may hold one entry per sample
 
     @property
     def rows(self) -> int | None:
         """Length along the first dimension; None for what every micro-batch shares."""
-        if isinstance(self.value, list) or (is_array(self.value) and self.value.ndim):
+        if isinstance(self.value, (list, tuple)) or (is_array(self.value) and self.value.ndim):
             return len(self.value)
         return None
 
@@ -78,9 +79,10 @@ class Sliceable:
 def sliceable(batch: Any) -> Sliceable:
     """Looks at a batch once, so that it can be cut.
 
-    Tensors and arrays are cut along their first dimension. A list as long as the batch is cut too, unless it holds
-    only tensors of the batch's length: then it is a container of them, as `[inputs, labels]` is. Tensors without
-    dimensions, numbers, strings and None go to every micro-batch.
+    Tensors and arrays are cut along their first dimension. A list as long as the batch, or a tuple of as many
+    strings or numbers, holds one entry per sample and is cut too; a list of tensors of the batch's length is a
+    container of them, as `[inputs, labels]` is. Tensors without dimensions, numbers, strings and None go to every
+    micro-batch.
 
     Args:
         batch: a tree of dicts, `UserDict`s, lists, tuples, namedtuples and dataclasses over tensors and arrays.
@@ -89,12 +91,16 @@ def sliceable(batch: Any) -> Sliceable:
         The batch, ready to be cut.
 
     Raises:
-        BatchError: no tensor has a first dimension, they disagree, it is 0, or a leaf's type is not known.
+        BatchError: no tensor has a first dimension, they disagree, it is 0, a leaf's type is not known, or a list could
+            be read both ways.
     """
     leaves, rebuild = flatten(batch, _is_never_leaf)
     length = _rows_of(leaves)
-    if any(leaf.in_list for leaf in leaves):
-        leaves, rebuild = flatten(batch, lambda node: _is_sample_list(node, length))
+    if any(leaf.in_sequence for leaf in leaves):
+        has_outside = any(leaf.rows is not None and not leaf.in_list for leaf in leaves)
+        leaves, rebuild = flatten(
+            batch, lambda node, path: _is_sample_list(node, length, path, has_outside=has_outside)
+        )
         _rows_of(leaves)
     return Sliceable(length, leaves, rebuild)
 
@@ -114,12 +120,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return rebuild(iter([function(value) if isinstance(value, Tensor) else value for value in values]))
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool], *, strict: bool = True) -> tuple[list[Leaf], Rebuild]:
+def flatten(tree: Any, is_leaf: Callable[[Any, str], bool], *, strict: bool = True) -> tuple[list[Leaf], Rebuild]:
     """Splits a tree into its leaves and a function that builds the same tree from others.
 
     Args:
         tree: any tree.
-        is_leaf: called on every list: True where it is a leaf and not a container.
+        is_leaf: called with every list or plain tuple and its path: True where it is a leaf and not a container.
         strict: refuse leaves of types that might hide tensors.
 
     Returns:
@@ -130,21 +136,22 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], *, strict: bool = True) -
     """
     leaves: list[Leaf] = []
 
-    def visit(node: Any, path: str, in_list: bool) -> Rebuild:
-        children = None if isinstance(node, list) and is_leaf(node) else _children(node)
+    def visit(node: Any, path: str, in_list: bool, in_sequence: bool) -> Rebuild:
+        is_sequence = type(node) is tuple or isinstance(node, list)
+        children = None if is_sequence and is_leaf(node, path) else _children(node)
         if children is not None:
-            inside = in_list or isinstance(node, list)
-            return _rebuilder(node, [(key, visit(child, path + _label(key), inside)) for key, child in children])
-        if strict and not (is_array(node) or isinstance(node, (list, *SHARED_TYPES))):
+            inside = (in_list or isinstance(node, list), in_sequence or is_sequence)
+            return _rebuilder(node, [(key, visit(child, path + _label(key), *inside)) for key, child in children])
+        if strict and not (is_array(node) or isinstance(node, (list, tuple, *SHARED_TYPES))):
             kind = type(node)
             raise BatchError(
                 f"batch{path} is a {kind.__module__}.{kind.__qualname__}, which accumulus cannot cut; use tensors in "
                 "dicts, lists, tuples or dataclasses, or pass a list of samples and collate="
             )
-        leaves.append(Leaf(path, node, in_list))
+        leaves.append(Leaf(path, node, in_list, in_sequence))
         return next
 
-    return leaves, visit(tree, "", False)
+    return leaves, visit(tree, "", False, False)
 
 
 def is_array(value: Any) -> bool:
@@ -205,15 +212,22 @@ def _label(key: Any) -> str:
     return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
 
-def _is_never_leaf(_: Any) -> bool:
+def _is_never_leaf(node: Any, path: str) -> bool:
     return False
 
 
-def _is_sample_list(node: list[Any], length: int) -> bool:
+def _is_sample_list(node: Any, length: int, path: str, *, has_outside: bool) -> bool:
+    """Whether a list or tuple holds one entry per sample, and is not a container of tensors of all samples."""
     if len(node) != length:
         return False
-    leaves, _ = flatten(node, _is_never_leaf, strict=False)
-    rows = [leaf.rows for leaf in leaves if leaf.rows is not None]
+    rows = [leaf.rows for leaf in flatten(node, _is_never_leaf, strict=False)[0] if leaf.rows is not None]
+    if isinstance(node, tuple):  # as torch's default_collate returns the strings of a batch
+        return not rows
+    if rows and all(count == length for count in rows) and has_outside and length > 1:
+        raise BatchError(
+            f"batch{path} is a list of {length} entries whose tensors have {length} rows, and the batch has {length} "
+            "samples: is there one entry per sample, or one tensor per field? Use a tuple for fields, or collate="
+        )
     return not rows or any(count != length for count in rows)
 
 
@@ -239,8 +253,9 @@ def _rows_of(leaves: list[Leaf]) -> int:
 def _pieces(leaf: Leaf, sizes: Sequence[int]) -> Any:
     value = leaf.value
     if isinstance(value, Tensor) and value.ndim:
-        if value.layout != torch.strided:
-            raise BatchError(f"batch{leaf.path} is a tensor of layout {value.layout}; pass samples and collate=")
+        if value.layout != torch.strided or value.is_nested:
+            kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+            raise BatchError(f"batch{leaf.path} is {kind}, which cannot be cut; pass a list of samples and collate=")
         return value.split_with_sizes(list(sizes))
     if leaf.rows is None:
         return itertools.repeat(value, len(sizes))

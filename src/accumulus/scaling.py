@@ -16,6 +16,9 @@ from accumulus.errors import PrecisionError, ScaleCollapseError, StateError
 
 __all__ = ["DynamicScale", "LossScale", "NoScale", "StaticScale"]
 
+SMALLEST, LARGEST = 2.0**-126, (2 - 2**-23) * 2.0**127
+IN_FLOAT32 = "a normal number of float32, between 1.2e-38 and 3.4e38"
+
 MAX_SKIPS = 32
 """Skipped steps in a row before training stops: more than the 17 it takes to get from 2**16 below 1."""
 
@@ -153,7 +156,7 @@ class StaticScale(Constant):
     num_skips: int = 0
 
     def __post_init__(self) -> None:
-        _check(0 < self.value < math.inf, "value", self.value, "positive and finite")
+        _check(SMALLEST <= self.value <= LARGEST, "value", self.value, IN_FLOAT32)
         _check(self.max_skips >= 1, "max_skips", self.max_skips, "at least 1")
 
     def __float__(self) -> float:
@@ -204,7 +207,7 @@ class DynamicScale(Saved):
     tolerance_left: int | None = None
 
     def __post_init__(self) -> None:
-        _check(0 < self.minimum < math.inf, "minimum", self.minimum, "positive and finite")
+        _check(SMALLEST <= self.minimum <= LARGEST, "minimum", self.minimum, IN_FLOAT32)
         _check(
             self.minimum <= self.initial < math.inf,
             "initial",
@@ -216,10 +219,10 @@ class DynamicScale(Saved):
         for name in ("growth_interval", "hysteresis", "max_skips"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         if self.scale is None:
-            object.__setattr__(self, "scale", float(self.initial))
+            object.__setattr__(self, "scale", _as_float32(float(self.initial)))
         if self.tolerance_left is None:
             object.__setattr__(self, "tolerance_left", self.hysteresis)
-        _check(0 < float(self) < math.inf, "scale", self.scale, "positive and finite")
+        _check(SMALLEST <= float(self) <= LARGEST, "scale", self.scale, IN_FLOAT32)
 
     def __float__(self) -> float:
         assert self.scale is not None  # set in __post_init__

@@ -78,5 +78,4 @@ def _any_on_device(values: list[Scalar]) -> bool:
 
 def _stack(values: list[Scalar]) -> Tensor:
     like = next(value for value in values if isinstance(value, Tensor))
-    wide = torch.float32 if like.device.type == "mps" else torch.float64
-    return torch.stack([host.as_tensor(value, like, wide) for value in values])
+    return torch.stack([host.as_wide(value, like) for value in values])

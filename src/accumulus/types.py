@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeAlias
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accumulus import host
 from accumulus.errors import LossError, WeightError
+from accumulus.host import Scalar
 
 Batch: TypeAlias = Any
 """Any pytree whose tensors share their first dimension; with `collate`, a list of samples."""
@@ -21,6 +22,7 @@ Weight: TypeAlias = "int | float | Tensor"
 
 # torch's own names for what has 16 bits.
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+LARGEST_WEIGHT = 1e30
 NO_METRICS: Mapping[str, tuple[Any, Any]] = {}
 
 
@@ -35,7 +37,8 @@ class Loss:
         sum: one-element tensor with a graph: the loss summed over the elements, in any floating dtype.
         weight: how many elements (tokens, samples, pairs) `sum` runs over: a number, or a one-element tensor on
             any device. Zero is allowed and then contributes nothing. A tensor on the CPU is read at once; one
-            on an accelerator stays there, so that the host does not wait for it.
+            on an accelerator stays there, so that the host does not wait for it: with weight zero the sum must then
+            be a finite zero, as `reduction="sum"` gives it (for a mean over nothing there is `Loss.mean`).
         metrics: name to `(sum, weight)`, combined over micro-batches as the loss is. Neither needs a graph.
 
     Raises:
@@ -55,8 +58,8 @@ class Loss:
     metrics: Mapping[str, tuple[Any, Any]] = field(default_factory=lambda: NO_METRICS)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sum, Tensor) or self.sum.numel() != 1:
-            raise LossError(f"a loss sum must be a tensor of one element, not {describe(self.sum)}; use .sum()")
+        if not isinstance(self.sum, Tensor) or self.sum.numel() != 1 or not self.sum.is_floating_point():
+            raise LossError(f"a loss sum must be one real floating number, not {describe(self.sum)}; use .sum()")
         if type(self.weight) is not int or self.weight < 0:
             object.__setattr__(self, "weight", read_weight(self.weight))
 
@@ -81,8 +84,8 @@ class Loss:
             A weight on an accelerator is read by the host, which waits for it: whether it is zero decides
             whether a backward pass may run at all. `Loss(sum, weight)` never waits.
         """
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise LossError(f"a mean loss must be a tensor of one element, not {describe(value)}; use .mean()")
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            raise LossError(f"a mean loss must be one real floating number, not {describe(value)}; use .mean()")
         weight = read_weight(weight, wait=True)
         return cls(at_least_float32(value) * weight, weight, metrics)
 
@@ -105,7 +108,8 @@ class Loss:
             raise LossError(f"values have shape {tuple(values.shape)} but the mask {tuple(mask.shape)}")
         values = at_least_float32(values)
         kept = torch.where(mask != 0, values, 0) * mask
-        return cls(kept.sum(), mask.sum(dtype=torch.float32 if mask.is_floating_point() else torch.int64))
+        wide = mask.dtype if mask.dtype == torch.float64 else torch.float32
+        return cls(kept.sum(), mask.sum(dtype=wide if mask.is_floating_point() else torch.int64))
 
 
 Returned: TypeAlias = "Loss | Tensor | Mapping[str, Loss | Tensor]"
@@ -133,7 +137,7 @@ class StepResult:
         num_microbatches: how many micro-batches the batch was cut into.
         num_samples: how many samples the batch held.
         metrics: name to weighted mean.
-        lr: learning rate of the first parameter group in this step.
+        lr: learning rate of the first parameter group in this step; NaN where the optimizer chooses it itself.
         seconds: wall time of the call on the host.
     """
 
@@ -147,7 +151,7 @@ class StepResult:
     num_microbatches: int
     num_samples: int
     metrics: Mapping[str, Tensor]
-    lr: float
+    lr: Scalar
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -221,12 +225,15 @@ def read_weight(weight: Any, wait: bool = False) -> Weight:
             return weight.detach().reshape(())
         weight = next(iter(weight.reshape(-1).tolist()))
     try:
-        number = weight if isinstance(weight, int) else float(weight)
+        number = int(weight) if isinstance(weight, numbers.Integral) else float(weight)
     except (TypeError, ValueError):
         raise WeightError(f"a weight must be a number of loss elements, not {describe(weight)}") from None
-    if not (0 <= number < math.inf):
-        raise WeightError(f"a weight must be finite and at least 0, not {number}; count the elements of the loss")
-    return int(number) if isinstance(number, bool) else number
+    if not (number == 0 or 1 / LARGEST_WEIGHT <= number <= LARGEST_WEIGHT):
+        raise WeightError(
+            f"a weight must be 0 or between {1 / LARGEST_WEIGHT:g} and {LARGEST_WEIGHT:g}, not {number:g}; count the "
+            "elements of the loss"
+        )
+    return number
 
 
 def at_least_float32(value: Tensor) -> Tensor:

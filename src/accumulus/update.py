@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from accumulus import host
-from accumulus.errors import OptimizerError, PrecisionError, UnsupportedError, WindowError
+from accumulus.errors import OptimizerError, PrecisionError, UnsupportedError
+from accumulus.guard import Guard
 from accumulus.host import Flag, Scalar
-from accumulus.types import HALF_DTYPES, Model, Optimizer
+from accumulus.types import HALF_DTYPES, Model, Optimizer, describe
 
 __all__ = ["Report", "Update"]
 
@@ -28,6 +29,9 @@ FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Ada
 
 BLAS_ELEMENTS = 2**20
 """Elements summed in float32 before float64 takes over: a sum of 40 million in one go is off by 5e-5, this by 1e-8."""
+
+TINY = 1e-30
+"""Sums of squares below this are taken again in float64."""
 
 BLAS_DTYPES = frozenset({torch.float32, torch.float64})
 
@@ -48,15 +52,16 @@ class Report:
     clipped: Flag
     all_finite: Flag
     applied: Flag
-    lr: float
+    lr: Scalar
 
 
 class Update:
     """Turns the gradient buffers of a window into one optimizer step.
 
     Args:
-        model: whose gradients to drop after each step, those that the optimizer does not use included.
+        model: the module to train.
         optimizer: any optimizer that updates from `.grad`.
+        guard: drops the gradients after each step.
         max_grad_norm: clip the 2-norm of the true gradient to this.
         max_grad_value: clip each element of the true gradient to this, after `max_grad_norm`.
         skip_nonfinite: leave everything as it is when a gradient is NaN or infinite.
@@ -72,6 +77,7 @@ class Update:
         self,
         model: Model,
         optimizer: Optimizer,
+        guard: Guard,
         *,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
@@ -79,16 +85,17 @@ class Update:
         needs_loss_scale: bool = False,
     ) -> None:
         for name, bound in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
-            if bound is not None and not bound > 0:
-                raise OptimizerError(f"{name} must be above 0, or None for no clipping, not {bound}")
+            if bound is not None and not (isinstance(bound, (int, float)) and bound > 0):
+                raise OptimizerError(f"{name} must be above 0, or None for no clipping, not {describe(bound)}")
         _check_optimizer(model, optimizer)
         self.optimizer = optimizer
         self._model = model
-        self._model_parameters = tuple(model.parameters())
+        self._guard = guard
         self._max_norm = max_grad_norm
         self._max_value = max_grad_value
         self._skips = skip_nonfinite or needs_loss_scale
-        self._stepped: set[Parameter] = set()  # have been through the optimizer: their state exists
+        self._stepped: set[Parameter] = set()
+        self._is_stateful = False
 
     def __call__(self, divisor: Scalar, is_valid: Flag) -> Report:
         """Applies the gradients that lie in the buffers, and drops them.
@@ -105,51 +112,47 @@ class Update:
             only in a parameter's first step (its optimizer state must not be made for a skipped step), and with
             optimizers that cannot skip on the device.
         """
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
         try:
-            if is_valid is False:
-                return Report(grad_norm=0.0, clipped=False, all_finite=True, applied=False, lr=lr)
-            if not parameters:
-                warnings.warn("no parameter of the optimizer took part in this window: nothing updated", stacklevel=3)
-                return Report(grad_norm=0.0, clipped=False, all_finite=True, applied=False, lr=lr)
-            return self._apply(parameters, divisor, is_valid, lr)
+            parameters = self._participants()
+            lr = self._learning_rate()
+            if is_valid is not False and parameters:
+                return self._apply(parameters, divisor, is_valid, lr)
+            if is_valid is not False:
+                self._note_no_gradients()
+            return Report(grad_norm=0.0, clipped=False, all_finite=True, applied=False, lr=lr)
         finally:
-            self.discard()
-
-    def discard(self) -> None:
-        """Drops all gradients, of parameters that the optimizer does not hold too."""
-        for parameter in self._model_parameters:
-            parameter.grad = None
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+            self._guard.discard()
 
     def is_finite(self) -> bool:
         """Whether the gradients that lie in the buffers are all finite. Waits for the device."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = self._participants()
         return not parameters or host.wait_for(host.is_finite(norm_of(dense_values(parameters))))
 
-    def check_no_gradients(self) -> None:
-        """Refuses to begin a window on top of gradients from elsewhere.
+    def _participants(self) -> list[Parameter]:
+        """The parameters that have a gradient; once each, even where they stand in the optimizer twice."""
+        held = (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+        return list(dict.fromkeys(held))
 
-        Raises:
-            WindowError: a parameter already has a gradient.
-        """
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    raise WindowError(self._describe_gradients())
+    def _learning_rate(self) -> Scalar:
+        rates = [group.get("lr") for group in self.optimizer.param_groups[:1]]
+        if not rates or rates[0] is None:  # some optimizers choose it themselves
+            return math.nan
+        return host.value_of(rates[0]) if isinstance(rates[0], Tensor) else float(rates[0])
 
-    def _apply(self, parameters: list[Parameter], divisor: Scalar, is_valid: Flag, lr: float) -> Report:
+    def _note_no_gradients(self) -> None:
+        _check_parameters(self._model, self.optimizer)
+        warnings.warn("no parameter of the optimizer took part in this window: nothing updated", stacklevel=4)
+
+    def _apply(self, parameters: list[Parameter], divisor: Scalar, is_valid: Flag, lr: Scalar) -> Report:
         gradients = dense_values(parameters)
         norm, all_finite, clipped, multiplier = self._measure(gradients, divisor)
         applied = is_valid & all_finite if self._skips else is_valid
-        if isinstance(applied, Tensor) and self._folds and self._stepped.issuperset(parameters):
+        if isinstance(applied, Tensor) and self._folds and self._have_state(parameters):
             self._step(gradients, multiplier, applied)
         elif host.wait_for(applied):
             self._step(gradients, multiplier, None)
             self._stepped.update(parameters)
+            self._is_stateful = bool(self.optimizer.state)
         return Report(grad_norm=norm, clipped=clipped, all_finite=all_finite, applied=applied, lr=lr)
 
     def _measure(self, gradients: list[Tensor], divisor: Scalar) -> tuple[Scalar | None, Flag, Flag, Scalar]:
@@ -162,16 +165,30 @@ class Update:
         clipped: Flag = False
         if self._max_norm is not None:
             clipped = norm > self._max_norm
-            # The bound keeps a norm of zero from dividing.
-            multiplier = self._max_norm / host.at_least(norm, self._max_norm) / divisor
+            # In this form neither a norm of zero nor a bound of infinity ("only measure") makes a NaN.
+            multiplier = 1.0 / (divisor * host.at_least(norm / self._max_norm, 1.0))
         if self._max_value is not None:
             clipped = (norm_of(gradients, order=math.inf) * multiplier > self._max_value) | clipped
         return norm, all_finite, all_finite & clipped, multiplier
 
+    def _have_state(self, parameters: list[Parameter]) -> bool:
+        """Whether a step would make no new optimizer state: a skipped one must leave none behind."""
+        state = self.optimizer.state
+        return self._stepped.issuperset(parameters) and not (
+            self._is_stateful and any(not state.get(p) for p in parameters)
+        )
+
     @property
     def _folds(self) -> bool:
-        """Whether the optimizer's kernel takes the multiplier and a flag that makes it skip."""
-        return type(self.optimizer) in FOLDING and all(group.get("fused") for group in self.optimizer.param_groups)
+        """Whether the optimizer's kernel takes the multiplier and a flag that makes it skip.
+
+        Hooks on its step would see multiplied gradients too late and skipped steps as real ones, so with them it is
+        driven as any other optimizer.
+        """
+        optimizer: Any = self.optimizer
+        if optimizer.__dict__.get("_optimizer_step_pre_hooks") or optimizer.__dict__.get("_optimizer_step_post_hooks"):
+            return False
+        return type(optimizer) in FOLDING and all(group.get("fused") for group in optimizer.param_groups)
 
     def _step(self, gradients: list[Tensor], multiplier: Scalar, applied: Tensor | None) -> None:
         """Steps the optimizer on the multiplied gradients; with `applied`, only if that is true on the device."""
@@ -195,15 +212,6 @@ class Update:
             torch._foreach_clamp_min_(gradients, -self._max_value)
             torch._foreach_clamp_max_(gradients, self._max_value)
 
-    def _describe_gradients(self) -> str:
-        held = {p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
-        names = [name for name, p in self._model.named_parameters() if p in held]
-        example = f" ({names[0]!r} among them)" if names else ""
-        return (
-            f"{len(held)} parameters{example} already have a gradient, from another backward pass, which would be "
-            "added to this batch's; call optimizer.zero_grad() first, or return that loss as a term of this one"
-        )
-
 
 def norm_of(gradients: list[Tensor], order: float = 2.0) -> Scalar:
     """The norm of all gradients as one vector; NaN or infinite where they hold such a value, or where it overflows.
@@ -219,9 +227,14 @@ def norm_of(gradients: list[Tensor], order: float = 2.0) -> Scalar:
         One read of the gradients. 16-bit ones are summed in float32, so their squares cannot overflow.
     """
     first = gradients[0].device
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    if not gradients:
+        return 0.0
     if order == 2 and all(g.is_cpu and g.dtype in BLAS_DTYPES for g in gradients) and host.reads_freely(first):
-        # BLAS reads a contiguous gradient 2.5 times as fast as the norm kernel does.
-        return math.sqrt(sum(map(_square, gradients)))
+        total = sum(_square(gradient) for gradient in gradients)
+        if not TINY < total < math.inf:  # squares may have left float32's range; or it is truly zero or not finite
+            total = sum(_dot(gradient.double().reshape(-1)) for gradient in gradients)
+        return math.sqrt(total)
     parts: list[Tensor] = []
     for group in by_kind(gradients):
         dtype = torch.float32 if group[0].dtype in HALF_DTYPES else None
@@ -234,15 +247,14 @@ def norm_of(gradients: list[Tensor], order: float = 2.0) -> Scalar:
 
 
 def _square(gradient: Tensor) -> float:
-    total: Any = math.inf
-    if gradient.is_contiguous():
-        total = sum(_square_of_piece(piece) for piece in torch.split(gradient.view(-1), BLAS_ELEMENTS))
-    if not math.isfinite(total):  # strided, or large values whose squares do not fit in float32, or truly not finite
-        total = torch.linalg.vector_norm(gradient, dtype=torch.float64).tolist() ** 2
-    return float(total)
+    """BLAS reads a contiguous gradient 2.5 times as fast as the norm kernel does; in pieces its sum is exact enough."""
+    if not gradient.is_contiguous():
+        square: Any = torch.linalg.vector_norm(gradient, dtype=torch.float64).tolist()
+        return float(square) ** 2
+    return sum(_dot(piece) for piece in torch.split(gradient.view(-1), BLAS_ELEMENTS))
 
 
-def _square_of_piece(piece: Tensor) -> float:
+def _dot(piece: Tensor) -> float:
     square: Any = torch.dot(piece, piece).tolist()
     return float(square)
 
@@ -271,6 +283,8 @@ def dense_values(parameters: list[Parameter]) -> list[Tensor]:
     for parameter in parameters:
         gradient = parameter.grad
         assert gradient is not None  # the caller keeps only those that have one
+        if gradient.dtype in HALF_DTYPES:  # the model was cast after the step was made
+            raise PrecisionError(f"a gradient is {gradient.dtype}, whose sums lose gradient; use model.float()")
         if gradient.is_sparse:
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient.values()
@@ -290,6 +304,10 @@ def _check_optimizer(model: Model, optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} evaluates the loss itself, through a closure, several times a step; "
             "accumulus needs an optimizer that updates from .grad, such as AdamW or SGD"
         )
+    _check_parameters(model, optimizer)
+
+
+def _check_parameters(model: Model, optimizer: Optimizer) -> None:
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if own.isdisjoint(model.parameters()):
         raise OptimizerError("the optimizer holds none of the model's parameters; make it from model.parameters()")

@@ -1,4 +1,4 @@
-"""One window: the micro-batches of one update. Weights, reference, backward seeds, tallies.
+"""One window: the micro-batches of one update. The region they run in, the reference weight, the backward seeds.
 
 Each micro-batch runs backward from the seed `S / R` on its loss *sum*: S is the loss scale, R (the reference) a power
 of two near the window's total weight, so that neither changes a mantissa bit. Only the end of the window, where the
@@ -7,7 +7,6 @@ true total W is known, divides: `Totals.divisor = S * W / (n * R)` is what the g
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumulus import host
-from accumulus.errors import LossError, WeightError, WindowError
+from accumulus.errors import WeightError, WindowError
+from accumulus.guard import Guard
 from accumulus.host import Flag, Scalar
 from accumulus.tally import Tally, is_zero, power_of_two
-from accumulus.types import Loss, Returned, Weight, at_least_float32, describe, read_weight
+from accumulus.terms import Terms, as_terms, known_weights
+from accumulus.types import Returned, Weight, at_least_float32, describe
 
 __all__ = ["Totals", "Window", "WindowRules"]
 
-SHARE_TOLERANCE = 1e-12
-FLOAT_SHARE_TOLERANCE = 1e-6
-"""For weights that are not whole numbers: their own sums are rounded, in float32 most likely."""
+TRUST = 2.0**8
+"""How far the reference may lie from what the first micro-batch's weight suggests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +58,12 @@ class WindowRules:
         region: context that every window runs in (autocast).
         autocast_device: device type whose autocast must be off in the backward pass; None where none is on.
         scale: gives the loss scale. Called as late as possible: just before the first backward pass.
-        discard: drops all gradients; called when a window ends by an exception.
+        guard: notices gradients and parameters that change behind the window's back.
         weigh: counts the total weights of a batch before any forward pass.
         on_empty: "raise" or "skip": what a window of total weight zero does.
+
+    Raises:
+        WeightError: `weigh` is no function, or `on_empty` neither word.
     """
 
     def __init__(
@@ -70,19 +72,21 @@ class WindowRules:
         *,
         autocast_device: str | None,
         scale: Callable[[], float],
-        discard: Callable[[], None],
+        guard: Guard,
         weigh: Callable[[Any], Any] | None = None,
         on_empty: str = "raise",
     ) -> None:
         if on_empty not in ("raise", "skip"):
             raise WeightError(f"on_empty must be 'raise' or 'skip', not {on_empty!r}")
+        if weigh is not None and not callable(weigh):
+            raise WeightError(f"weigh must be a function of the whole batch, not {describe(weigh)}")
         self.region = region
         self.autocast_device = autocast_device
         self.scale = scale
-        self.discard = discard
+        self.guard = guard
         self.weigh = weigh
         self.on_empty = on_empty
-        self.reference: Scalar | None = None
+        self.reference: Scalar | None = None  # the last window's weight per sample
         self.is_open = False
 
     def open(self, sizes: Sequence[int], batch: Any, *, num_ranks: int = 1) -> Window:
@@ -98,31 +102,28 @@ class WindowRules:
 
         Raises:
             WeightError: `weigh` gave weights that cannot be.
-            WindowError: another window of the same step is open.
+            WindowError: another window of the same step is open, or gradients are already there.
         """
         if self.is_open:
             raise WindowError("a step was called inside the loss function of the same step; use a step of its own")
-        known = None if self.weigh is None else _known_weights(self.weigh(batch))
-        return Window(self, sizes, known, num_ranks)
+        self.guard.start()
+        known = None if self.weigh is None else known_weights(self.weigh(batch))
+        return Window(self, sizes, Terms(known, self.on_empty), num_ranks)
 
 
 class Window:
     """An open window: takes the loss of each micro-batch and runs it backward. Made by `WindowRules.open`."""
 
-    def __init__(
-        self, rules: WindowRules, sizes: Sequence[int], known: Mapping[str, float] | None, num_ranks: int
-    ) -> None:
+    def __init__(self, rules: WindowRules, sizes: Sequence[int], terms: Terms, num_ranks: int) -> None:
         self._rules = rules
         self._sizes = sizes
-        self._known = known
         self._num_ranks = num_ranks
         self._num_done = 0
-        self._base = ""  # the term whose weight the reference stands for; set at the first backward pass
-        self._unit: Scalar = 1.0  # S / R
-        self.scale = 1.0  # S; read at the first backward pass
-        self._terms: dict[str, Tally] = {}
-        self._metrics: dict[str, Tally] = {}
+        self._num_samples = sum(sizes)
+        self._unit: Scalar | None = None  # S / R
         self._like: Tensor | None = None  # a loss, for the device and dtype of results
+        self.terms = terms
+        self.scale = 1.0  # S; read at the first backward pass
 
     def __enter__(self) -> Window:
         # An autocast region around the user's whole loop would keep copies of the weights from before the update.
@@ -136,7 +137,7 @@ class Window:
         torch.clear_autocast_cache()
         self._rules.is_open = False
         if kind is not None:
-            self._rules.discard()
+            self._rules.guard.discard()
 
     def backward(self, returned: Returned) -> None:
         """Runs one micro-batch backward and adds it to the tallies.
@@ -147,19 +148,26 @@ class Window:
         Raises:
             LossError: it is not a loss, or has no graph.
             WeightError: `weigh` gave no total for a term.
+            WindowError: the loss function changed gradients or parameters itself.
         """
-        num_samples = self._sizes[self._num_done]
+        size = self._sizes[self._num_done]
         self._num_done += 1
+        self._rules.guard.check()
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
-        for name, loss in as_terms(returned, num_samples):
+        for name, loss in as_terms(returned, size):
             root = at_least_float32(loss.sum)
-            tally = self._count(name, loss, root)
+            if self._like is None:
+                self._like = root.detach()
+            tally = self.terms.add(name, loss, root)
             if tally is not None:
+                if self._unit is None:
+                    self._begin(loss.weight, size)
                 roots.append(root)
                 seeds.append(self._seed(tally, root))
         if roots:
             self._run_backward(roots, seeds)
+            self._rules.guard.note()
 
     def totals(self) -> Totals:
         """Closes the tallies.
@@ -169,103 +177,42 @@ class Window:
 
         Raises:
             WeightError: the weights are all zero, or the terms' shares differ between micro-batches. Weights that
-                lie on a device are not read: `Totals.is_valid` tells, and `explain` says why.
+                lie on a device are not read: `Totals.is_valid` tells, and `terms.explain` says why.
         """
-        weights = {name: tally.total_weight() for name, tally in self._terms.items()}
-        is_valid = self._validity(weights)
-        if is_valid is False and (problem := self.explain(weights)):
+        weights = self.terms.weights()
+        is_valid = self.terms.are_valid(weights)
+        if is_valid is False and (problem := self.terms.explain()):
             raise WeightError(problem)
         single = next(iter(weights.values())) if len(weights) == 1 else weights
         return Totals(
-            loss=self._mean_loss(weights),
+            loss=self.terms.mean_loss(weights),
             like=self._like if self._like is not None else torch.zeros(()),
             weight=single if weights else 0,
-            divisor=self._divisor(weights.get(self._base, 0)),
+            divisor=self._divisor(weights.get(self.terms.base, 0)),
             is_valid=is_valid,
-            metrics={name: tally.mean() for name, tally in self._metrics.items()},
+            metrics={name: tally.mean() for name, tally in self.terms.metrics.items()},
             num_microbatches=self._num_done,
         )
 
-    def explain(self, weights: Mapping[str, Weight] | None = None) -> str:
-        """Why the window's weights give no mean. Reads them, wherever they lie.
-
-        Args:
-            weights: total weight by term; taken from the tallies if not given.
-
-        Returns:
-            One sentence; empty where the window may be skipped in peace (`on_empty="skip"`).
-        """
-        weights = weights if weights is not None else {n: t.total_weight() for n, t in self._terms.items()}
-        totals = {name: float(weight) for name, weight in weights.items()}
-        if any(not host.wait_for(tally.is_valid()) for tally in self._terms.values()):
-            return "a micro-batch had a negative, NaN or infinite weight; count the elements of the loss"
-        empty = [name for name, total in totals.items() if total == 0]
-        if empty and len(empty) < len(totals) and self._rules.on_empty == "raise":
-            return f"the loss term {empty[0]!r} has total weight 0 in this batch; pass on_empty='skip' to leave it out"
-        if len(empty) == len(totals):
-            skip = self._rules.on_empty == "skip"
-            return "" if skip else "the batch has total weight 0: no loss element; pass on_empty='skip' to skip it"
-        if all(
-            host.wait_for(self._share_holds(self._terms[n], w, weights[self._base])) for n, w in weights.items() if w
-        ):
-            return ""
-        return (
-            f"the loss terms' shares differ between micro-batches (totals {totals}), so their weights in the whole "
-            "batch must be known before the first backward pass; pass weigh=, which counts them on the batch"
-        )
-
-    def _count(self, name: str, loss: Loss, root: Tensor) -> Tally | None:
-        """Adds a loss to its tally, and returns that where there is something to run backward."""
-        if self._like is None:
-            self._like = root.detach()
-        for metric, (value, weight) in loss.metrics.items():
-            self._count_metric(metric, value, read_weight(weight))
-        tally = self._terms.get(name)
-        if tally is None:
-            tally = self._terms[name] = Tally()
-        weight = loss.weight
-        if is_zero(weight):  # a sum over nothing, perhaps NaN: it must not reach any gradient
-            return None
-        if not root.requires_grad:
-            raise LossError(
-                f"the loss {name!r} has no graph, so no gradient can flow: was it computed under no_grad, detached, or "
-                "are all parameters frozen? Numbers that are only to be logged go into Loss(metrics=...)"
-            )
-        if not tally.sums:
-            self._begin_term(name, tally, weight)
-        tally.add(host.value_of(root), weight)
-        return tally
-
-    def _count_metric(self, name: str, value: Any, weight: Weight) -> None:
-        tally = self._metrics.setdefault(name, Tally())
-        if not is_zero(weight):
-            tally.add(host.value_of(at_least_float32(value)) if isinstance(value, Tensor) else value, weight)
-
-    def _begin_term(self, name: str, tally: Tally, weight: Weight) -> None:
-        if self._known is not None and name not in self._known:
-            raise WeightError(
-                f"weigh= gave totals for {sorted(self._known)} but the loss has a term {name!r}; count it too"
-            )
-        if not self._base:
-            self._base = name
-            self.scale = self._rules.scale()
-            self._unit = self.scale / self._choose_reference(weight)
-            return
-        if self._known is not None:
-            tally.share = self._known[self._base] / self._known[name] if self._known[name] else math.inf
-        else:
-            tally.share = self._terms[self._base].weights[-1] / weight
-
-    def _choose_reference(self, weight: Weight) -> Scalar:
-        if self._known is not None and self._known[self._base] > 0:
-            self._rules.reference = power_of_two(self._known[self._base])
-        elif self._rules.reference is None:
-            self._rules.reference = power_of_two(weight * len(self._sizes))
-        return self._rules.reference
+    def _begin(self, weight: Weight, size: int) -> None:
+        """Fixes scale and reference, at the latest moment: the scale waits for the last step's outcome."""
+        self.scale = self._rules.scale()
+        known = self.terms.known
+        planned = known[self.terms.base] if known else weight / size * self._num_samples
+        reference = power_of_two(planned)
+        if not known and self._rules.reference is not None:
+            # The last window knew all of its weights, the first micro-batch only its own, but of this window.
+            likely = power_of_two(self._rules.reference * self._num_samples)
+            if isinstance(reference, Tensor) or isinstance(likely, Tensor):
+                reference = likely
+            else:
+                reference = min(max(likely, reference / TRUST), reference * TRUST)
+        self._unit = self.scale / reference
 
     def _seed(self, tally: Tally, root: Tensor) -> Tensor:
         seed = tally.seed
         if seed is None or seed.dtype != root.dtype or seed.device != root.device or seed.shape != root.shape:
+            assert self._unit is not None  # set by _begin
             value = self._unit * tally.share
             if isinstance(value, Tensor):
                 seed = value.to(root.device, root.dtype).expand(root.shape)
@@ -286,74 +233,14 @@ class Window:
         finally:
             torch.set_autocast_enabled(device, True)
 
-    def _validity(self, weights: Mapping[str, Weight]) -> Flag:
-        is_valid: Flag = bool(self._base)
-        for name, tally in self._terms.items():
-            if not tally.sums:  # empty on the host: the others may still make a batch
-                is_valid = is_valid and (self._rules.on_empty == "skip")
-                continue
-            is_valid = is_valid & tally.is_valid() & (weights[name] > 0)
-            if name != self._base:
-                is_valid = is_valid & self._share_holds(tally, weights[name], weights[self._base])
-        return is_valid
-
-    def _share_holds(self, tally: Tally, weight: Weight, base: Weight) -> Flag:
-        whole = isinstance(weight, int) and isinstance(base, int)
-        error: Scalar = (tally.share * weight - base).__abs__()
-        allowed: Scalar = base * (SHARE_TOLERANCE if whole else FLOAT_SHARE_TOLERANCE)
-        return error <= allowed
-
-    def _mean_loss(self, weights: Mapping[str, Weight]) -> Scalar:
-        # Starting from the first keeps one term's mean as it is, on its device.
-        means = [tally.total() / weights[name] for name, tally in self._terms.items() if tally.sums]
-        return sum(means[1:], start=means[0]) if means else math.nan
-
     def _divisor(self, base_weight: Weight) -> Scalar:
-        if is_zero(base_weight):
+        if is_zero(base_weight) or self._unit is None:
             return 1.0
-        # The next window's reference: this one's total. On a device it stays there.
-        self._rules.reference = power_of_two(base_weight)
         divisor = self._unit * base_weight / self._num_ranks
+        per_sample = base_weight / self._num_samples
         if isinstance(divisor, Tensor):  # an impossible weight must not look like a non-finite gradient
-            divisor = torch.where((divisor > 0) & divisor.isfinite(), divisor, 1.0)
+            possible = (divisor > 0) & divisor.isfinite()
+            divisor = torch.where(possible, divisor, 1.0)
+            per_sample = torch.where(possible, per_sample, 1.0)
+        self._rules.reference = per_sample
         return divisor
-
-
-def as_terms(returned: Returned, num_samples: int) -> list[tuple[str, Loss]]:
-    """What a loss function returned, as named terms.
-
-    Args:
-        returned: see the table in the README.
-        num_samples: the weight that a bare scalar stands for.
-
-    Returns:
-        Name and `Loss` of each term; the name is "loss" where there is only one.
-
-    Raises:
-        LossError: it is none of what may be returned.
-    """
-    if type(returned) is Loss:
-        return [("loss", returned)]
-    if isinstance(returned, Tensor):
-        return [("loss", _as_loss(returned, num_samples))]
-    if isinstance(returned, Mapping) and returned:
-        return [(str(name), _as_loss(term, num_samples)) for name, term in returned.items()]
-    raise LossError(
-        f"the loss function returned {describe(returned)}; return a Loss(sum, weight), a scalar that is the mean "
-        "over the micro-batch's samples, or a dict of them"
-    )
-
-
-def _as_loss(term: object, num_samples: int) -> Loss:
-    if isinstance(term, Loss):
-        return term
-    if isinstance(term, Tensor) and term.numel() == 1:
-        return Loss.mean(term, num_samples)
-    raise LossError(
-        f"a loss must be a Loss or a tensor of one element, not {describe(term)}; use .mean() or Loss(sum, weight)"
-    )
-
-
-def _known_weights(counted: Any) -> dict[str, float]:
-    items = counted if isinstance(counted, Mapping) else {"loss": counted}
-    return {str(name): float(read_weight(weight, wait=True)) for name, weight in items.items()}
