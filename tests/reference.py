@@ -64,7 +64,7 @@ def whole_batch(
     with torch.no_grad():
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter -= lr * factor * gradient
-    metrics = {name: float(s) / float(w) for term in terms.values() for name, (s, w) in term.metrics.items()}
+    metrics = {name: float(s) / float(w) for term in terms.values() for name, (s, w) in (term.metrics or {}).items()}
     return Whole(float(loss.detach()), float(norm), [factor * g for g in gradients], metrics, model)
 
 

@@ -21,6 +21,8 @@ __all__ = ["Sliceable", "map_tensors", "sliceable"]
 Rebuild: TypeAlias = Callable[[Iterator[Any]], Any]
 """Makes a tree of the flattened one's shape, taking its leaves from an iterator."""
 
+PLAIN_TYPES = frozenset({bool, int, float, str, bytes})
+
 SHARED_TYPES = (
     bool,
     int,
@@ -38,21 +40,20 @@ SHARED_TYPES = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of a tree, with the path that names it in an error message."""
+    """One leaf of a tree, with the path that names it in an error message.
 
-    path: str
-    value: Any
-    in_list: bool
-    in_sequence: bool = False  # a list or a plain tuple, which may hold one entry per sample
+    `rows` is its length along the first dimension; None for what every micro-batch shares.
+    """
 
-    @property
-    def rows(self) -> int | None:
-        """Length along the first dimension; None for what every micro-batch shares."""
-        if isinstance(self.value, (list, tuple)) or (is_array(self.value) and self.value.ndim):
-            return len(self.value)
-        return None
+    __slots__ = ("in_list", "path", "rows", "value")
+
+    def __init__(self, path: str, value: Any, in_list: bool) -> None:
+        self.path = path
+        self.value = value
+        self.in_list = in_list
+        is_cut = isinstance(value, (list, tuple)) or (is_array(value) and value.ndim)
+        self.rows = len(value) if is_cut else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,9 +95,10 @@ def sliceable(batch: Any) -> Sliceable:
         BatchError: no tensor has a first dimension, they disagree, it is 0, a leaf's type is not known, or a list could
             be read both ways.
     """
-    leaves, rebuild = flatten(batch, _is_never_leaf)
+    lengths: list[int] = []  # of the lists and tuples in the batch
+    leaves, rebuild = flatten(batch, lambda node, path: bool(lengths.append(len(node))))  # type: ignore[func-returns-value]
     length = _rows_of(leaves)
-    if any(leaf.in_sequence for leaf in leaves):
+    if length in lengths:
         has_outside = any(leaf.rows is not None and not leaf.in_list for leaf in leaves)
         leaves, rebuild = flatten(
             batch, lambda node, path: _is_sample_list(node, length, path, has_outside=has_outside)
@@ -136,22 +138,28 @@ def flatten(tree: Any, is_leaf: Callable[[Any, str], bool], *, strict: bool = Tr
     """
     leaves: list[Leaf] = []
 
-    def visit(node: Any, path: str, in_list: bool, in_sequence: bool) -> Rebuild:
+    def visit(node: Any, path: str, in_list: bool) -> Rebuild:
         is_sequence = type(node) is tuple or isinstance(node, list)
-        children = None if is_sequence and is_leaf(node, path) else _children(node)
+        is_entire = is_sequence and (_is_plain(node) or is_leaf(node, path))
+        children = None if is_entire else _children(node)
         if children is not None:
-            inside = (in_list or isinstance(node, list), in_sequence or is_sequence)
-            return _rebuilder(node, [(key, visit(child, path + _label(key), *inside)) for key, child in children])
+            inside = in_list or isinstance(node, list)
+            return _rebuilder(node, [(key, visit(child, path + _label(key), inside)) for key, child in children])
         if strict and not (is_array(node) or isinstance(node, (list, tuple, *SHARED_TYPES))):
             kind = type(node)
             raise BatchError(
                 f"batch{path} is a {kind.__module__}.{kind.__qualname__}, which accumulus cannot cut; use tensors in "
                 "dicts, lists, tuples or dataclasses, or pass a list of samples and collate="
             )
-        leaves.append(Leaf(path, node, in_list, in_sequence))
+        leaves.append(Leaf(path, node, in_list))
         return next
 
-    return leaves, visit(tree, "", False, False)
+    return leaves, visit(tree, "", False)
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether a list or tuple holds strings or numbers only, as a batch's names or lengths: not worth a walk."""
+    return bool(node) and all(map(PLAIN_TYPES.__contains__, map(type, node)))
 
 
 def is_array(value: Any) -> bool:
@@ -160,6 +168,8 @@ def is_array(value: Any) -> bool:
 
 
 def _children(node: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(node, Tensor):  # the usual leaf, before the slower questions
+        return None
     if isinstance(node, (Mapping, UserDict)):
         return list(node.items())
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -257,7 +267,7 @@ def _pieces(leaf: Leaf, sizes: Sequence[int]) -> Any:
             kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
             raise BatchError(f"batch{leaf.path} is {kind}, which cannot be cut; pass a list of samples and collate=")
         return value.split_with_sizes(list(sizes))
-    if leaf.rows is None:
+    if leaf.rows != sum(sizes):  # what all samples share
         return itertools.repeat(value, len(sizes))
     stops = list(itertools.accumulate(sizes))
     return [value[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]

@@ -55,8 +55,9 @@ class Terms:
             LossError: the loss has no graph, or a metric is malformed.
             WeightError: `weigh` counted nothing for this term.
         """
-        for metric, pair in loss.metrics.items():
-            self._add_metric(metric, pair)
+        if loss.metrics:
+            for metric, pair in loss.metrics.items():
+                self._add_metric(metric, pair)
         tally = self.tallies.get(name)
         if tally is None:
             tally = self.tallies[name] = Tally()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -23,7 +23,6 @@ Weight: TypeAlias = "int | float | Tensor"
 # torch's own names for what has 16 bits.
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 LARGEST_WEIGHT = 1e30
-NO_METRICS: Mapping[str, tuple[Any, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Loss:
 
     sum: Tensor
     weight: Weight
-    metrics: Mapping[str, tuple[Any, Any]] = field(default_factory=lambda: NO_METRICS)
+    metrics: Mapping[str, tuple[Any, Any]] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.sum, Tensor) or self.sum.numel() != 1 or not self.sum.is_floating_point():
@@ -64,7 +63,7 @@ class Loss:
             object.__setattr__(self, "weight", read_weight(self.weight))
 
     @classmethod
-    def mean(cls, value: Tensor, weight: Weight, metrics: Mapping[str, tuple[Any, Any]] = NO_METRICS) -> Loss:
+    def mean(cls, value: Tensor, weight: Weight, metrics: Mapping[str, tuple[Any, Any]] | None = None) -> Loss:
         """A mean that the model already took over `weight` elements.
 
         Args:
