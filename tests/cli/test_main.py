@@ -121,7 +121,7 @@ def test_exit_code_and_stderr_of_the_process():
         (UsageError("one\n  line"), 2, "accumulus: one line\n"),
         (accumulus.ScaleCollapseError("it\nfell"), 1, "accumulus: it fell\n"),
         (ValueError("bad"), 1, "accumulus: ValueError: bad (--debug shows where)\n"),
-        (KeyboardInterrupt(), 130, "accumulus: stopped at once\n"),
+        (KeyboardInterrupt(), 130, "accumulus: stopped at once; nothing was saved since the last state.pt\n"),
     ],
 )
 def test_errors_become_exit_codes(monkeypatch, capsys, error, code, told):

@@ -44,7 +44,7 @@ def test_default_folder(task_file, tmp_path):
 
 def test_options_of_another_task_are_refused(task_file, capsys):
     assert main(["train", task_file, "--num-layers", "3"]) == 2
-    assert "does not take --num-layers" in capsys.readouterr().err
+    assert "--num-layers belongs to the built-in task" in capsys.readouterr().err
 
 
 def test_a_run_that_cannot_go_on_is_saved_and_says_so_in_one_line(tmp_path, monkeypatch, capsys):

@@ -29,3 +29,11 @@ def test_sorting_by_length_keeps_the_samples():
     plain = Batches(words, batch_size=20, seed=0)[0]
     by_length = Batches(words, batch_size=20, seed=0, length=len)[0]
     assert by_length == sorted(plain, key=len, reverse=True)
+
+
+def test_fingerprints_tell_samples_apart():
+    from accumulus.run.batches import fingerprint
+
+    data = [b"one", b"two"]
+    assert fingerprint(data) == fingerprint(list(data))
+    assert len({fingerprint(x) for x in (data, [b"one", b"twp"], [b"onet", b"wo"], data[:1], [1, 2])}) == 5

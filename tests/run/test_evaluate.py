@@ -87,3 +87,20 @@ def test_trees_keep_their_shape():
     assert moved["c"] is None
     assert isinstance(moved["b"], tuple)
     assert tuple(to_device(point, CPU)) == (1,)
+
+
+def test_a_mean_over_nothing_counts_for_nothing(model, data):
+    def loss_fn(model, batch):
+        squares = (model(batch["x"]) - batch["y"]).square().squeeze(1)
+        weight = batch["weight"].sum()
+        return acc.Loss.mean((squares * batch["weight"]).sum() / weight, weight)
+
+    empty = [{**row, "weight": row["weight"] * 0} for row in data[:4]]
+    assert evaluate(model, empty + data[4:], loss_fn=loss_fn) == pytest.approx(evaluate(model, data[4:]), rel=1e-12)
+
+
+def test_frozen_modules_stay_frozen(data):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1)).double()
+    model[1].eval()
+    evaluate(model, data)
+    assert (model[0].training, model[1].training) == (True, False)

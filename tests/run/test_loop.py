@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import os
@@ -137,7 +138,7 @@ def test_stopped_and_resumed_is_bitwise_the_uninterrupted_run(tmp_path, tiny_fil
 def test_a_finished_run_goes_on_only_with_a_larger_limit(tmp_path, tiny_file):
     loop.train(line_config(tiny_file, tmp_path / "run", steps=2))
     again = {**vars(line_config(tiny_file, None, steps=2)), "out": None, "resume": str(tmp_path / "run")}
-    with pytest.raises(UsageError, match=r"all is done .*give a larger --steps"):
+    with pytest.raises(UsageError, match=r"all is done, --steps 2 was reached; give a larger one"):
         loop.train(TrainConfig(**again))
     assert loop.train(TrainConfig(**{**again, "steps": 3})) == 0
     assert len(read_records(tmp_path / "run" / "metrics.jsonl")) == 3
@@ -236,3 +237,65 @@ def test_an_empty_batch_is_skipped_and_counted(tmp_path, tiny_file):
 
 def test_public_name():
     assert acc.Task is load_task("tests.run.tiny:line").__class__
+
+
+def test_metrics_do_not_overwrite_the_record_and_terms_are_not_added_up(tmp_path, tiny_file):
+    out = tmp_path / "run"
+    assert loop.train(line_config(tiny_file, out, "line_with_metrics", steps=1, batch_size=5, microbatch="5")) == 0
+    (record,) = read_records(out / "metrics.jsonl")
+    assert record["step"] == 1
+    assert record["loss"] != 7.0
+    assert record["metrics"] == {"loss": 7.0, "step": 1000.0}
+    assert record["num_tokens"] == 5
+
+
+def test_a_measure_of_the_users_own_changes_no_mode(tmp_path, tiny_file):
+    out = tmp_path / "run"
+    assert loop.train(line_config(tiny_file, out, "line_with_evaluation", steps=2)) == 0
+    assert {record["loss"] for record in read_records(out / "heldout.jsonl")} == {1.5}
+    modes = sys.modules["accumulus_task_tiny"].modes
+    assert set(modes) == {(True, False)}
+
+
+def test_a_run_that_goes_on_measures_what_it_ends_with(tmp_path, tiny_file):
+    out = tmp_path / "run"
+    loop.train(line_config(tiny_file, out, steps=3, num_evals=1))
+    config = dataclasses.replace(read_config(out), resume=str(out), steps=5)
+    assert loop.train(config) == 0
+    assert [record["step"] for record in read_records(out / "heldout.jsonl")] == [0, 3, 5]
+
+
+def test_a_run_goes_on_from_any_folder(tmp_path, text_file, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(data=(text_file.name,), steps=1, precision="fp32", num_evals=0, out="run", **TINY)
+    loop.train(config)
+    monkeypatch.chdir("/")
+    folder = str(tmp_path / "run")
+    assert loop.train(dataclasses.replace(read_config(folder), resume=folder, steps=2)) == 0
+
+
+def test_changed_data_is_noticed(tmp_path, text_file):
+    out = tmp_path / "run"
+    loop.train(TrainConfig(data=(str(text_file),), steps=1, precision="fp32", num_evals=0, out=str(out), **TINY))
+    text_file.write_text(text_file.read_text().replace("anybody", "nobody!"))
+    with pytest.raises(UsageError, match="samples"):
+        loop.train(dataclasses.replace(read_config(out), resume=str(out), steps=2))
+
+
+def test_a_run_that_learned_nothing_says_so(tmp_path, tiny_file, capsys):
+    assert loop.train(line_config(tiny_file, tmp_path / "run", "diverging", steps=2)) == 1
+    assert "no step was applied" in capsys.readouterr().out
+
+
+def test_on_a_device_schedule_and_state_are_those_of_the_host(tmp_path, tiny_file, monkeypatch):
+    """There, a step's outcome is settled late: neither the rates nor a saved state may lag behind."""
+    from accumulus import host
+
+    loop.train(line_config(tiny_file, tmp_path / "host"))
+    monkeypatch.setattr(host, "reads_freely", lambda device: False)
+    loop.train(line_config(tiny_file, tmp_path / "device"))
+    rates = [[r["lr"] for r in read_records(tmp_path / name / "metrics.jsonl")] for name in ("host", "device")]
+    assert rates[0] == rates[1]
+    states = [saved(tmp_path / name) for name in ("host", "device")]
+    assert states[0]["schedule"] == states[1]["schedule"]
+    assert states[0]["step"]["num_applied"] == states[1]["step"]["num_applied"] == 6

@@ -60,7 +60,7 @@ def test_files_that_do_not_run(tmp_path, source, told):
 
 
 def test_an_option_that_the_task_does_not_take(tiny_file):
-    with pytest.raises(UsageError, match="does not take --d-model; its function takes no options"):
+    with pytest.raises(UsageError, match="--d-model belongs to the built-in task"):
         load_task(f"{tiny_file}:nothing", {"d_model": 8})
 
 

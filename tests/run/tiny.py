@@ -78,3 +78,43 @@ def without_weight():
     task = line()
     data = [{**row, "weight": row["weight"] * 0} for row in task.train_data]
     return acc.Task(model=task.model, optimizer=task.optimizer, loss_fn=task.loss_fn, train_data=data)
+
+
+def line_with_metrics():
+    """Metrics whose names are also those of records, and terms over different counts."""
+    task = line()
+
+    def loss_fn(model, batch):
+        loss = weighted_loss(model, batch)
+        metrics = {"loss": (7.0, 1), "step": (1000.0, 1)}
+        return {"rows": acc.Loss(loss.sum, 5), "cells": acc.Loss(loss.sum, 20, metrics=metrics)}
+
+    return acc.Task(model=task.model, optimizer=task.optimizer, loss_fn=loss_fn, train_data=task.train_data)
+
+
+def line_with_evaluation():
+    """Its own measure returns a tensor and leaves the model in evaluation mode; a part of it is frozen."""
+    task = line(dropout=0.5)
+    model = torch.nn.Sequential(task.model, torch.nn.BatchNorm1d(1))
+    model[1].eval()
+
+    def evaluate(model, data):
+        model.eval()
+        return {"loss": torch.tensor(1.5)}
+
+    def loss_fn(model, batch):
+        modes.append((model[0].training, model[1].training))
+        return weighted_loss(model, batch)
+
+    modes.clear()
+    return acc.Task(
+        model=model,
+        optimizer=task.optimizer,
+        loss_fn=loss_fn,
+        train_data=task.train_data,
+        eval_data=task.eval_data,
+        evaluate=evaluate,
+    )
+
+
+modes: list = []

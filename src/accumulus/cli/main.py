@@ -92,7 +92,7 @@ def guarded(work: Callable[[], int], *, debug: bool) -> int:
     try:
         return work()
     except KeyboardInterrupt:
-        print("accumulus: stopped at once", file=sys.stderr)
+        print("accumulus: stopped at once; nothing was saved since the last state.pt", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:  # the one place where everything that went wrong becomes a sentence
         if debug:

@@ -97,7 +97,7 @@ def seeded_task(config: TaskConfig, device: torch.device) -> Task:
     """Loads the task with first parameters that depend on the seed only, and moves its model to the device."""
     torch.manual_seed(config.seed)
     task = load_task(config.task, config.task_options())
-    task.model.to(device).train()
+    task.model.to(device)  # its modes stay: a task may have frozen a BatchNorm
     return task
 
 
@@ -193,7 +193,7 @@ def refuse_finished(run: Run) -> None:
     """Raises `UsageError` where a resumed run has nothing left to do."""
     if run.progress.ratio() < 1:
         return
-    raise UsageError(
-        f"--resume {run.folder}: all is done ({run.progress.num_steps} steps, "
-        f"{run.progress.elapsed_seconds() / 60:.1f} minutes); give a larger --steps or --minutes to go on"
-    )
+    progress = run.progress
+    by_steps = progress.max_steps is not None and progress.num_steps >= progress.max_steps
+    reached = f"--steps {progress.max_steps}" if by_steps else f"--minutes {(progress.max_seconds or 0) / 60:g}"
+    raise UsageError(f"--resume {run.folder}: all is done, {reached} was reached; give a larger one to go on")

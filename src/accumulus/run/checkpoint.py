@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accumulus.errors import UsageError
+from accumulus.run.batches import fingerprint
 from accumulus.run.parts import Run
 from accumulus.run.task import one_line
 
@@ -33,9 +34,11 @@ def save_state(run: Run, folder: Path) -> Path:
     Cost:
         Waits for the device; one copy of parameters and optimizer state goes to the disk.
     """
+    run.step.settle()  # first: it advances the schedule and the learning rates
     state = {
         "format": FORMAT,
         "num_train_samples": len(run.task.train_data),
+        "data": fingerprint(run.task.train_data),
         "model": run.task.model.state_dict(),
         "optimizer": run.optimizer.state_dict(),
         "schedule": run.schedule.state_dict(),
@@ -100,6 +103,8 @@ def check_belongs(run: Run, state: Any, folder: Path) -> None:
         raise UsageError(
             f"--resume {folder}: the task had {before} training samples and now has {now}; give it the same data"
         )
+    if state["data"] != fingerprint(run.task.train_data):
+        raise UsageError(f"--resume {folder}: the training samples have changed since; give it the same data")
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

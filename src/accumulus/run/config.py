@@ -46,7 +46,7 @@ class TaskConfig:
     """Text files or folders to learn from, in place of the standard library's source."""
 
     batch_size: int = 256
-    """Samples that one optimizer step learns from."""
+    """Samples that one optimizer step learns from; the last step of an epoch takes what is left."""
 
     microbatch: Annotated[str, tyro.conf.arg(metavar="INT")] = "32"
     """Samples that go through the model at a time. Changes memory and speed, never the result."""
@@ -202,8 +202,11 @@ class TrainConfig(TaskConfig):
         return self.steps, None if self.minutes is None else self.minutes * 60
 
     def stored(self) -> TrainConfig:
-        """The configuration as it goes into the run folder, which does not name itself."""
-        return replace(self, resume=None, out=None)
+        """The configuration as it goes into the run folder: it does not name itself, and can be used from anywhere."""
+        where, colon, function = self.task.rpartition(":")
+        task = f"{Path(where).absolute()}:{function}" if colon and where.endswith(".py") else self.task
+        data = tuple(str(Path(path).absolute()) for path in self.data)
+        return replace(self, resume=None, out=None, task=task, data=data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +264,7 @@ def check_resumed(before: TrainConfig, now: TrainConfig) -> None:
     Raises:
         UsageError: an option differs that the steps already made depend on.
     """
-    for name, value in changed_options(before, now).items():
+    for name, value in changed_options(before.stored(), now.stored()).items():
         if name not in MAY_CHANGE_ON_RESUME | {"resume", "out"}:
             was = getattr(before, name)
             raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,17 +43,24 @@ def mean_loss(
     """
     sums: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)
-    was_training = model.training
-    model.eval()
-    try:
-        with precision.region(device):
-            for samples in pieces(data, batch_size):
-                terms = terms_of(loss_fn(model, to_device(collate(samples), device)), len(samples))
-                add_terms_(sums, weights, terms)
-    finally:
-        model.train(was_training)
+    with modes_kept(model), precision.region(device):
+        model.eval()
+        for samples in pieces(data, batch_size):
+            terms = terms_of(loss_fn(model, to_device(collate(samples), device)), len(samples))
+            add_terms_(sums, weights, terms)
     used = [name for name in sums if weights[name]]
     return sum(sums[name] / weights[name] for name in used) if used else float("nan")
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts every module back into the mode it was in; a frozen BatchNorm stays frozen."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def pieces(data: Sequence[Any], batch_size: int) -> Iterator[list[Any]]:
@@ -64,8 +72,9 @@ def pieces(data: Sequence[Any], batch_size: int) -> Iterator[list[Any]]:
 def add_terms_(sums: dict[str, float], weights: dict[str, float], terms: Mapping[str, Loss]) -> None:
     """Adds a piece's sums and weights in place."""
     for name, loss in terms.items():
-        sums[name] += float(loss.sum)
-        weights[name] += float(loss.weight)
+        if loss.weight:  # a mean over nothing is NaN, and counts for nothing
+            sums[name] += float(loss.sum)
+            weights[name] += float(loss.weight)
 
 
 def terms_of(returned: Any, num_samples: int) -> dict[str, Loss]:

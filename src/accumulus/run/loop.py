@@ -12,7 +12,7 @@ from accumulus.run.build import build
 from accumulus.run.checkpoint import save_state
 from accumulus.run.config import TrainConfig
 from accumulus.run.display import Display, choose_display
-from accumulus.run.evaluate import mean_loss
+from accumulus.run.evaluate import mean_loss, modes_kept
 from accumulus.run.machine import peak_bytes
 from accumulus.run.parts import Run
 from accumulus.run.record import Recorder
@@ -27,7 +27,8 @@ def train(config: TrainConfig) -> int:
         config: what to do.
 
     Returns:
-        The exit code: 0 when the run went to its end, 128 plus the signal's number when it was stopped.
+        The exit code: 0 when the run went to its end, 1 when no step of it was applied, 128 plus the signal's number
+        when it was stopped.
 
     Raises:
         UsageError: bad input; nothing was written.
@@ -51,6 +52,11 @@ def train(config: TrainConfig) -> int:
         display.say(f"stopped after step {run.progress.num_steps}; go on with: {resume_command(run.folder)}")
         return 128 + stop.signal
     finish(run, display)
+    if run.progress.num_skipped == run.progress.num_steps:
+        display.say(
+            "no step was applied: every gradient was NaN or infinite, or every batch empty; nothing was learned"
+        )
+        return 1
     return 0
 
 
@@ -64,6 +70,7 @@ def run_steps(run: Run, recorder: Recorder, *, display: Display, stop: StopReque
         stop: the request to stop.
     """
     run.progress.start_clock()
+    measured_at = 0  # the step of the last measurement
     if run.progress.num_steps == 0:
         measure_heldout(run, recorder, display)
     while run.progress.ratio() < 1 and stop.signal is None:
@@ -72,6 +79,10 @@ def run_steps(run: Run, recorder: Recorder, *, display: Display, stop: StopReque
         display.show_step(record, run.progress)
         if run.progress.eval_is_due(run.config.num_evals):
             measure_heldout(run, recorder, display)
+            measured_at = run.progress.num_steps
+    # A run that was resumed for longer has made its planned measurements; what it ends with still wants one.
+    if stop.signal is None and run.config.num_evals and measured_at != run.progress.num_steps:
+        measure_heldout(run, recorder, display)
 
 
 def take_step(run: Run) -> dict[str, Any]:
@@ -85,10 +96,12 @@ def take_step(run: Run) -> dict[str, Any]:
     """
     started = time.perf_counter()
     result = run.step(run.batches[run.progress.num_steps]).to_dict()  # reading it waits for the device, once
+    run.step.settle()  # the schedule asks how far the run is, so it must advance before the step is counted
     step_seconds = time.perf_counter() - started
     run.progress.end_step(applied=result["applied"])
     weight = result["weight"]
-    num_tokens = sum(weight.values()) if isinstance(weight, Mapping) else weight
+    # Of several terms the first one's: counts of tokens and of samples do not add up to anything.
+    num_tokens = next(iter(weight.values())) if isinstance(weight, Mapping) else weight
     return {
         "step": run.progress.num_steps,
         "loss": result["loss"],
@@ -96,7 +109,7 @@ def take_step(run: Run) -> dict[str, Any]:
         **{name: result[name] for name in ("grad_norm", "clipped", "loss_scale", "all_finite", "applied", "lr")},
         "num_tokens": num_tokens,
         **{name: result[name] for name in ("num_samples", "num_microbatches")},
-        **result["metrics"],
+        **({"metrics": result["metrics"]} if result["metrics"] else {}),
         "step_seconds": step_seconds,
         "tokens_per_second": num_tokens / step_seconds,
         "peak_bytes": peak_bytes(run.device),
@@ -116,7 +129,9 @@ def measure_heldout(run: Run, recorder: Recorder, display: Display) -> None:
     if task.eval_data is None:
         return
     if task.evaluate is not None:
-        numbers = dict(task.evaluate(task.model, task.eval_data))
+        with modes_kept(task.model):
+            measured = task.evaluate(task.model, task.eval_data)
+        numbers = {name: float(value) for name, value in measured.items()}
     else:
         loss = mean_loss(
             task.model,

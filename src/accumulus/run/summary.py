@@ -55,7 +55,7 @@ def show_summary(console: Console, summary: Mapping[str, Any], *, unit: str) -> 
     skipped = f", {summary['num_skipped']} skipped" if summary["num_skipped"] else ""
     rows = [
         ("steps", f"{summary['num_steps']:,}{skipped}"),
-        ("learned from", f"{format_count(summary['num_tokens'])} {unit}, {summary['num_samples']:,} samples"),
+        ("learned from", learned_from(summary, unit)),
         ("time in steps", format_duration(summary["step_seconds"])),
         ("speed", format_rate(summary["tokens_per_second"], unit)),
         ("peak memory", format_bytes(summary["peak_bytes"])),
@@ -74,6 +74,12 @@ def show_summary(console: Console, summary: Mapping[str, Any], *, unit: str) -> 
     for name, value in rows:
         table.add_row(name, value, style="")
     console.print(table, highlight=False)
+
+
+def learned_from(summary: Mapping[str, Any], unit: str) -> str:
+    """How much was learned from, in elements and in samples, and in one of them where they are the same."""
+    samples = f"{summary['num_samples']:,} samples"
+    return samples if unit == "samples" else f"{format_count(summary['num_tokens'])} {unit}, {samples}"
 
 
 def change(first: float | None, last: float | None) -> str:

@@ -151,8 +151,10 @@ def call_function(spec: str, function: Callable[..., Any], options: dict[str, An
     refused = [] if takes_all else sorted(options.keys() - parameters.keys())
     if refused:
         flags = ", ".join("--" + name.replace("_", "-") for name in refused)
-        taken = ", ".join("--" + name.replace("_", "-") for name in parameters) or "no options"
-        raise UsageError(f"task {spec!r} does not take {flags}; its function takes {taken}")
+        raise UsageError(
+            f"{flags} belongs to the built-in task, and the function of task {spec!r} has no such argument; its own "
+            "arguments cannot be set from the command line yet, so give them defaults"
+        )
     try:
         return function(**options)
     except UsageError:
