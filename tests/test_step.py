@@ -783,6 +783,17 @@ def test_an_outer_autocast_does_not_reach_into_fp32():
     assert seen == [torch.float32]
 
 
+def test_modules_that_mix_samples_are_warned_of():
+    def loss_fn(model, batch):
+        return model(batch).mean()
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    with pytest.warns(UserWarning, match=r"1 BatchNorm modules \('1' among them\).*use GroupNorm"):
+        acc.TrainStep(model, torch.optim.SGD(model.parameters()), loss_fn, precision="fp32", microbatch=2)
+    model[1].eval()
+    acc.TrainStep(model, torch.optim.SGD(model.parameters()), loss_fn, precision="fp32", microbatch=2)
+
+
 def test_no_warning_where_nothing_is_wrong():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from accumulus import host
 from accumulus.collapse import find_cause, untouched
@@ -94,12 +96,13 @@ class TrainStep:
     ) -> None:
         if not callable(loss_fn):
             raise LossError(f"loss_fn must be a function of model and micro-batch, not {describe(loss_fn)}")
-        if not callable(getattr(model, "named_parameters", None)):
+        if not callable(getattr(model, "named_modules", None)):
             raise OptimizerError(f"model must be a torch.nn.Module, not {describe(model)}")
         self.model, self.loss_fn, self.sync = model, loss_fn, choose_sync(model)
         self.device = _device_of(model, device)
         self.precision = Precision.parse(precision, self.device)
         self.precision.check(model)
+        warn_of_mixing(model)
         self.microbatch = choose_split(microbatch)
         self.collate = collate
         default = DynamicScale() if self.precision.needs_loss_scale else NoScale()
@@ -248,6 +251,18 @@ class TrainStep:
             ScaleCollapseError, WeightError: as a step.
         """
         self.ledger.settle()
+
+
+def warn_of_mixing(model: Any) -> None:
+    """Warns of modules whose output for one sample depends on the others that go through with it."""
+    mixing = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if mixing:
+        warnings.warn(
+            f"{len(mixing)} BatchNorm modules ({mixing[0]!r} among them) normalise over the samples that go through "
+            "together, so results depend on how a batch is cut, whoever accumulates; use GroupNorm, or freeze them "
+            "with .eval() before making the step",
+            stacklevel=3,
+        )
 
 
 def _device_of(model: Any, device: torch.device | str | None) -> torch.device:
