@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from accumulus.guard import Guard
 from accumulus.update import Update
 from timing import Rows, medians, show
 
@@ -36,7 +37,8 @@ def measure(rounds: int = 15) -> Rows:
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     scaler.scale(torch.ones(()))
     optimizer = torch.optim.AdamW(by_scaler.parameters(), fused=True)
-    update = Update(ours, torch.optim.AdamW(ours.parameters(), fused=True), max_grad_norm=1.0, needs_loss_scale=True)
+    folded = torch.optim.AdamW(ours.parameters(), fused=True)
+    update = Update(ours, folded, Guard(ours, folded), max_grad_norm=1.0, needs_loss_scale=True)
     floor = torch.optim.AdamW(norm_and_step.parameters(), fused=True)
 
     def grad_scaler() -> None:

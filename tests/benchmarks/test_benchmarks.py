@@ -1,0 +1,59 @@
+"""The benchmarks run, and their table says what they measured. How fast anything is, is not tested."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
+
+import low_precision
+import overhead
+import run_all
+import timing
+import update
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(update, "SHAPES", [(16, 16), (16,)])
+    monkeypatch.setattr(low_precision, "WIDTH", 32)
+    monkeypatch.setattr(low_precision, "NUM_BLOCKS", 1)
+    monkeypatch.setattr(low_precision, "LENGTH", 4)
+
+
+@pytest.mark.parametrize("script", [overhead, update, low_precision], ids=lambda script: script.__name__)
+def test_every_benchmark_runs(script, capsys):
+    rows = script.measure(rounds=1)
+    assert all(row["ratio"] > 0 for row in rows)
+    timing.show(rows)
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
+
+
+def test_both_sides_of_the_overhead_do_the_same():
+    import torch
+
+    import accumulus as acc
+
+    batch = overhead.make_batch()
+    for loss_fn in (overhead.with_counts, overhead.counting_labels):
+        by_hand, ours = overhead.make_model(), overhead.make_model()
+        loss, norm = overhead.hand_written(
+            by_hand, torch.optim.AdamW(by_hand.parameters()), batch, counts_labels=loss_fn is overhead.counting_labels
+        )
+        step = acc.TrainStep(
+            ours, torch.optim.AdamW(ours.parameters()), loss_fn, precision="fp32", microbatch=4, max_grad_norm=1.0
+        )
+        result = step(batch)
+        assert float(result.loss) == pytest.approx(float(loss), rel=1e-5)
+        assert float(result.grad_norm) == pytest.approx(float(norm), rel=1e-5)
+        for a, b in zip(ours.parameters(), by_hand.parameters(), strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_the_table_holds_every_row():
+    rows = [{"what": "this", "against": "that", "ratio": 0.5, "bound": None}]
+    results = {"rows": rows, "cpu": "some CPU", "num_threads": 2, "torch": "2", "why": "because"}
+    assert "| this | that | **0.50** |  |" in run_all.table(results)
