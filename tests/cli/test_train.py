@@ -1,3 +1,8 @@
+import json
+import shutil
+import subprocess
+import sys
+
 import pytest
 
 from accumulus.cli.main import main
@@ -59,3 +64,33 @@ def test_a_run_that_cannot_go_on_is_saved_and_says_so_in_one_line(tmp_path, monk
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert records[-1]["num_skipped"] == len(records)
     assert (tmp_path / "run" / "state.pt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_a_compiled_model_trains_as_the_plain_one(tmp_path):
+    """In processes of their own: the compiler's warnings are torch's."""
+    losses = []
+    for name, flags in (("plain", []), ("compiled", ["--compile"])):
+        out = tmp_path / name
+        options = [
+            "--steps",
+            "2",
+            "--num-evals",
+            "0",
+            "--max-length",
+            "32",
+            "--d-model",
+            "16",
+            "--num-layers",
+            "1",
+            "--batch-size",
+            "8",
+            "--microbatch",
+            "3",
+        ]
+        words = [sys.executable, "-m", "accumulus", "train", *options, "--precision", "fp32", "--out", str(out), *flags]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        losses.append([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
