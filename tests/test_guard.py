@@ -44,10 +44,9 @@ def test_gradients_changed_inside(does):
         return loss
 
     before = snapshot(model)
-    with pytest.raises(acc.WindowError, match=r"changed inside the window.*leave backward\(\)"):
+    with pytest.raises(acc.WindowError, match=r"inside (the|a) window.*leave backward\(\)"):
         make_step(model, loss_fn, optimizer)(tokens_batch([3, 4]))
-    if does is not whole_loop:  # what the user's own step() did is done
-        assert_same(before, snapshot(model))
+    assert_same(before, snapshot(model))  # optimizer.step() too was stopped before it began
     assert all(p.grad is None for p in model.parameters())
 
 

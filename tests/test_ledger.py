@@ -22,7 +22,7 @@ def no_problem():
 
 
 def post(ledger, all_finite, applied, *, problem=no_problem, cause=no_problem):
-    ledger.post(Outcome(all_finite, applied), problem=problem, cause=cause)
+    ledger.post(Outcome(all_finite, applied), None, problem=problem, cause=cause)
 
 
 def test_on_the_host_the_outcome_is_settled_at_once():

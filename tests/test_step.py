@@ -504,13 +504,6 @@ class TestRefusals:
         with pytest.raises(acc.WeightError, match="on_empty"):
             make_step(tokens_model(), on_empty="ignore")
 
-    def test_reduce_on_plateau(self):
-        model = tokens_model()
-        optimizer = torch.optim.SGD(model.parameters())
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        with pytest.raises(acc.UnsupportedError, match="ReduceLROnPlateau"):
-            acc.TrainStep(model, optimizer, token_loss, precision="fp32", microbatch=1, scheduler=plateau)
-
 
 class TestState:
     def test_goes_on_as_if_it_had_not_stopped(self):
@@ -679,6 +672,39 @@ def test_windows_without_weight_do_not_lose_the_step_before(accelerator):
         "loss_scale": None, "num_steps": 6, "num_applied": 3, "reference": 1.0
     }  # fmt: skip
     assert scheduler.get_last_lr() == [0.0125]
+
+
+def test_reduce_on_plateau_steps_on_the_reported_loss(where):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    step = acc.TrainStep(
+        model, optimizer, lambda m, b: m(b).mean() * 0.0 + b.mean(), precision="fp32", microbatch=2, scheduler=plateau
+    )
+    for value in (3.0, 2.0, 2.5, math.nan):
+        step(torch.full((4, 1), value))
+    step.settle()
+    assert plateau.best == 2.0
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_on_step_hears_of_every_step_once_and_averages_follow_applied_steps_only(where):
+    model = nn.Linear(1, 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    heard = []
+
+    def follow(result):
+        heard.append(result.num_samples)
+        if result.applied:
+            average.update_parameters(model)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = acc.TrainStep(model, optimizer, lambda m, b: m(b).mean(), precision="fp32", microbatch=2, on_step=follow)
+    for count, value in ((4, 1.0), (3, math.nan), (2, 1.0)):
+        step(torch.full((count, 1), value))
+    step.settle()
+    assert heard == [4, 3, 2]
+    assert average.n_averaged == 2
 
 
 def test_settle_advances_the_scheduler(accelerator):

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from accumulus.run.task import Task
     from accumulus.scaling import DynamicScale, NoScale, StaticScale
     from accumulus.step import TrainStep
+    from accumulus.stream import Accumulator, windows
     from accumulus.types import Loss, StepResult
 
 __version__ = "0.1.0"
 
 # Name to module. Importing torch takes a second, and `accumulus --help` must not: so a name is loaded on first use.
 _HOMES = {
+    "Accumulator": "stream",
     "DynamicScale": "scaling",
     "Loss": "types",
     "NoScale": "scaling",
@@ -42,9 +44,11 @@ _HOMES = {
     "TrainStep": "step",
     "by_count": "microbatch",
     "to_device": "microbatch",
+    "windows": "stream",
 }
 
 __all__ = [
+    "Accumulator",
     "AccumulusError",
     "BatchError",
     "DynamicScale",
@@ -67,6 +71,7 @@ __all__ = [
     "WindowError",
     "by_count",
     "to_device",
+    "windows",
 ]
 
 

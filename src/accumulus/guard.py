@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -10,12 +12,25 @@ from torch.nn import Parameter
 from accumulus.errors import UnsupportedError, WindowError
 from accumulus.types import Model, Optimizer
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "StepRefusal"]
 
 ADVICE = (
-    "the loss function only returns the loss: leave backward(), optimizer.step() and zero_grad() to the step, and take "
-    "gradients that you need inside with torch.autograd.grad()"
+    "leave backward(), optimizer.step() and zero_grad() to accumulus, and take gradients that you need in the loss "
+    "function with torch.autograd.grad()"
 )
+
+
+class StepRefusal:
+    """A hook on the optimizer's step that refuses to run while a window is open. Holds its guard weakly."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = weakref.ref(guard)
+
+    def __call__(self, *_: Any) -> None:
+        """What the optimizer calls before it steps."""
+        guard = self._guard()
+        if guard is not None and guard.is_watching:
+            raise WindowError(f"optimizer.step() was called inside a window, whose gradient is not whole yet; {ADVICE}")
 
 
 class Guard:
@@ -39,6 +54,9 @@ class Guard:
         self._watched: Parameter | None = None
         self._versions = (0, 0)
         self._gradient: Tensor | None = None
+        self.is_watching = False
+        if hasattr(optimizer, "register_step_pre_hook"):
+            optimizer.register_step_pre_hook(StepRefusal(self))
         for name, parameter in model.named_parameters():
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise UnsupportedError(
@@ -60,6 +78,7 @@ class Guard:
                 f"{len(held)} parameters{example} already have a gradient, from another backward pass, which would be "
                 "added to this batch's; call optimizer.zero_grad() first, or return that loss as a term of this one"
             )
+        self.is_watching = True
         self._gradient = None
         self._watched = next((p for g in self._optimizer.param_groups for p in g["params"] if p.requires_grad), None)
         if self._watched is not None:
@@ -88,6 +107,10 @@ class Guard:
         if watched is not None and watched.grad is not None:
             self._gradient = watched.grad
             self._versions = (watched._version, watched.grad._version)
+
+    def stop(self) -> None:
+        """At the window's end: from now on the optimizer may step."""
+        self.is_watching = False
 
     def discard(self) -> None:
         """Drops all gradients, and forgets what was watched."""

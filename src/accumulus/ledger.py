@@ -7,7 +7,7 @@ without waiting, and read at the latest moment before it is needed: just before 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,11 @@ from accumulus.errors import (
     PrecisionError,
     ScaleCollapseError,
     StateError,
-    UnsupportedError,
     WeightError,
 )
 from accumulus.host import Flag
 from accumulus.scaling import LossScale
-from accumulus.types import Scheduler, describe
+from accumulus.types import Scheduler, StepResult, describe
 
 __all__ = ["Ledger", "Outcome"]
 
@@ -65,27 +64,31 @@ class Ledger:
 
     Args:
         loss_scale: scale of the first step.
-        scheduler: stepped once per applied step.
+        scheduler: stepped once per applied step; one that steps on a measure, as ReduceLROnPlateau, on the loss.
+        on_step: called with each step's result.
 
     Raises:
         PrecisionError, OptimizerError: `loss_scale` is no scale, or `scheduler` no scheduler.
-        UnsupportedError: the scheduler needs a measure to step.
     """
 
-    def __init__(self, loss_scale: LossScale, scheduler: Scheduler | None = None) -> None:
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise UnsupportedError(
-                "ReduceLROnPlateau steps on a measure; call scheduler.step(measure) in your own loop"
-            )
+    def __init__(
+        self,
+        loss_scale: LossScale,
+        scheduler: Scheduler | None = None,
+        on_step: Sequence[Callable[[StepResult], object]] = (),
+    ) -> None:
         if not callable(getattr(loss_scale, "next", None)):
             raise PrecisionError(f"loss_scale must be a scale, such as StaticScale(1024.0), not {describe(loss_scale)}")
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             raise OptimizerError(f"scheduler must have a step method, not {describe(scheduler)}")
-        if scheduler is not None and _needs_argument(scheduler.step):
-            raise UnsupportedError(f"{type(scheduler).__name__}.step needs an argument; call it in your own loop")
+        for function in on_step:
+            if not callable(function):
+                raise OptimizerError(f"on_step must be a function of the StepResult, not {describe(function)}")
         self._loss_scale = loss_scale
         self._scheduler = scheduler
-        self._pending: tuple[Outcome, Callable[[], str]] | None = None
+        self._needs_loss = scheduler is not None and _needs_argument(scheduler.step)
+        self._on_step = tuple(on_step)
+        self._pending: tuple[Outcome, StepResult, Callable[[], str]] | None = None
         self.num_steps = 0
         self.num_applied = 0
 
@@ -95,11 +98,19 @@ class Ledger:
         self.settle()
         return self._loss_scale
 
-    def post(self, outcome: Outcome, *, problem: Callable[[], str], cause: Callable[[], str]) -> None:
+    def post(
+        self,
+        outcome: Outcome,
+        result: StepResult,
+        *,
+        problem: Callable[[], str],
+        cause: Callable[[], str] | None,
+    ) -> None:
         """Takes note of a step that was just started.
 
         Args:
             outcome: on its way to the host.
+            result: what the caller gets.
             problem: says why a step that was finite was not applied; empty where that is in order.
             cause: finds out why gradients are non-finite, when training is about to stop.
 
@@ -109,7 +120,7 @@ class Ledger:
         try:
             self.settle()  # a window without any weight asked for no scale, so the one before it may still be open
         finally:
-            self._pending = (outcome, problem)
+            self._pending = (outcome, result, problem)
         # After a skipped step the outcome is awaited, so that the batch is still there when the cause is asked for.
         if outcome.is_known or self._loss_scale.num_skips > 0:
             self.settle(cause)
@@ -126,21 +137,30 @@ class Ledger:
         """
         if self._pending is None:
             return
-        (outcome, problem), self._pending = self._pending, None
+        (outcome, result, problem), self._pending = self._pending, None
         all_finite, applied = outcome.read()
         self.num_steps += 1
         if all_finite and not applied:
             if text := problem():
                 raise WeightError(text)
-            return
-        try:
-            self._loss_scale = self._loss_scale.next(all_finite or applied)
-        except ScaleCollapseError as error:
-            raise ScaleCollapseError(f"{error}; {_explain(cause)}") from None
+        else:
+            self._advance_scale(all_finite or applied, cause)
         if applied:
             self.num_applied += 1
-            if self._scheduler is not None:
-                self._scheduler.step()  # last: it is the user's, and may raise
+            self._advance_scheduler(result)  # after the scale: it is the user's, and may raise
+        for function in self._on_step:
+            function(result)
+
+    def _advance_scale(self, all_finite: bool, cause: Callable[[], str] | None) -> None:
+        try:
+            self._loss_scale = self._loss_scale.next(all_finite)
+        except ScaleCollapseError as error:
+            raise ScaleCollapseError(f"{error}; {_explain(cause)}") from None
+
+    def _advance_scheduler(self, result: StepResult) -> None:
+        if self._scheduler is not None:
+            step: Callable[..., Any] = self._scheduler.step
+            step(float(result.loss)) if self._needs_loss else step()
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and the counters, after settling."""

@@ -2,38 +2,32 @@
 
 A step cuts the batch, runs each micro-batch forward and backward, and hands the sum to the update. The parts live in
 `microbatch` (how it is cut), `window` (weights and seeds), `update` (the only place that changes a parameter) and
-`ledger` (loss scale, scheduler and counters, settled once a step's outcome is known).
+`ledger` (loss scale, scheduler and counters, settled once a step's outcome is known); `engine` puts them together.
 """
 
 from __future__ import annotations
 
 import copy
-import math
+import functools
 import time
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from accumulus import host
 from accumulus.collapse import find_cause, untouched
-from accumulus.dist.sync import choose_sync
-from accumulus.errors import LossError, OptimizerError, StateError
-from accumulus.guard import Guard
-from accumulus.ledger import Ledger, Outcome
+from accumulus.engine import Engine
+from accumulus.errors import LossError
 from accumulus.microbatch import Microbatches, Split, choose_split
 from accumulus.precision import Precision
-from accumulus.scaling import DynamicScale, LossScale, NoScale
+from accumulus.scaling import LossScale
 from accumulus.types import Batch, LossFn, Optimizer, Scheduler, StepResult, describe
-from accumulus.update import Report, Update
-from accumulus.window import Totals, Window, WindowRules
 
 __all__ = ["TrainStep"]
 
 
-class TrainStep:
+class TrainStep(Engine):
     """One training step on the batch you want: `result = step(batch)`.
 
     The batch is cut into micro-batches that fit in memory. However it is cut, the update is the whole batch's, up to
@@ -60,6 +54,8 @@ class TrainStep:
         loss_scale: by default dynamic for fp16, none for the others.
         skip_nonfinite: leave everything as it is when a gradient is NaN or infinite. With a loss scale, always.
         on_empty: "raise" or "skip": what a batch whose weights are all zero does.
+        on_step: called with each step's `StepResult` once it is known whether it was applied; one function or several.
+            On an accelerator that is before the next step's first backward pass.
         device: where micro-batches go; by default where the model is.
 
     Raises:
@@ -92,40 +88,28 @@ class TrainStep:
         loss_scale: LossScale | None = None,
         skip_nonfinite: bool = True,
         on_empty: str = "raise",
+        on_step: Callable[[StepResult], object] | Sequence[Callable[[StepResult], object]] = (),
         device: torch.device | str | None = None,
     ) -> None:
         if not callable(loss_fn):
             raise LossError(f"loss_fn must be a function of model and micro-batch, not {describe(loss_fn)}")
-        if not callable(getattr(model, "named_modules", None)):
-            raise OptimizerError(f"model must be a torch.nn.Module, not {describe(model)}")
-        self.model, self.loss_fn, self.sync = model, loss_fn, choose_sync(model)
-        self.device = _device_of(model, device)
-        self.precision = Precision.parse(precision, self.device)
-        self.precision.check(model)
-        warn_of_mixing(model)
-        self.microbatch = choose_split(microbatch)
-        self.collate = collate
-        default = DynamicScale() if self.precision.needs_loss_scale else NoScale()
-        scale = default if loss_scale is None else loss_scale
-        self.ledger = Ledger(scale, scheduler)
-        guard = Guard(model, optimizer)
-        self.update = Update(
+        super().__init__(
             model,
             optimizer,
-            guard,
+            precision=precision,
             max_grad_norm=max_grad_norm,
             max_grad_value=max_grad_value,
-            skip_nonfinite=skip_nonfinite,
-            needs_loss_scale=not isinstance(scale, NoScale),
-        )
-        self.window = WindowRules(
-            self.precision.region(self.device),
-            autocast_device=self.device.type if self.precision.compute else None,
-            scale=self._scale_now,  # bound, not a lambda: a deep copy of the step must read its own
-            guard=guard,
+            scheduler=scheduler,
             weigh=weigh,
+            loss_scale=loss_scale,
+            skip_nonfinite=skip_nonfinite,
             on_empty=on_empty,
+            on_step=on_step,
+            device=device,
         )
+        self.loss_fn = loss_fn
+        self.microbatch = choose_split(microbatch)
+        self.collate = collate
 
     def __call__(self, batch: Batch) -> StepResult:
         """Learns from one batch.
@@ -151,13 +135,8 @@ class TrainStep:
                 with self.sync.only_if(is_last):
                     window.backward(self.loss_fn(self.model, part))
             totals = window.totals()
-        report = self.update(totals.divisor, totals.is_valid)  # the only change of a parameter
-        return self._result(totals, report, window, parts, started)
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """The scale that the next step will use; `float(step.loss_scale)` is its value. Waits for the last step."""
-        return self.ledger.loss_scale
+        cause = functools.partial(self._find_cause, batch, window.scale)
+        return self._finish(window, totals, num_samples=parts.num_samples, started=started, cause=cause)
 
     def split(self, batch: Batch) -> Microbatches:
         """The micro-batches that a batch is cut into.
@@ -174,58 +153,8 @@ class TrainStep:
         """
         return Microbatches(batch, self.microbatch, self.device, collate=self.collate)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a step carries on to the next: loss scale, reference weight and counters. Waits for the last step.
-
-        Returns:
-            Plain values, which `torch.save` and JSON both take. Model, optimizer and scheduler have their own.
-        """
-        reference = self.window.reference
-        return {**self.ledger.state_dict(), "reference": None if reference is None else float(reference)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a saved state.
-
-        Args:
-            state: from `state_dict`; without `loss_scale` the scale starts anew. Or a `torch.amp.GradScaler`'s, for
-                its scale.
-
-        Raises:
-            StateError: it is not such a state, or of another kind of loss scale.
-        """
-        reference = state.get("reference")
-        if reference is not None and not 0 < float(reference) < math.inf:
-            raise StateError(f"the saved reference weight must be above 0 and finite, not {reference}")
-        self.ledger.load_state_dict({name: value for name, value in state.items() if name != "reference"})
-        self.window.reference = reference
-
-    def _scale_now(self) -> float:
-        return float(self.ledger.loss_scale)
-
-    def _result(
-        self, totals: Totals, report: Report, window: Window, parts: Microbatches, started: float
-    ) -> StepResult:
-        like = totals.like
-        result = StepResult(
-            loss=host.as_tensor(totals.loss, like, like.dtype),
-            grad_norm=None if report.grad_norm is None else host.as_tensor(report.grad_norm, like, like.dtype),
-            clipped=host.as_flag(report.clipped, like),
-            all_finite=host.as_flag(report.all_finite, like),
-            applied=host.as_flag(report.applied, like),
-            loss_scale=window.scale,
-            weight=totals.weight,
-            num_microbatches=totals.num_microbatches,
-            num_samples=parts.num_samples,
-            metrics={name: host.as_tensor(value, like) for name, value in totals.metrics.items()},
-            lr=report.lr,
-            seconds=time.perf_counter() - started,
-        )
-        self.ledger.post(
-            Outcome(report.all_finite, report.applied),
-            problem=window.terms.explain if totals.is_valid is not True else str,
-            cause=lambda: find_cause(lambda scale: self._try(parts.batch, scale), window.scale),
-        )
-        return result
+    def _find_cause(self, batch: Batch, scale: float) -> str:
+        return find_cause(lambda tried: self._try(batch, tried), scale)
 
     def _try(self, batch: Batch, scale: float) -> tuple[bool, bool]:
         """Runs a batch at another loss scale and changes nothing: was the loss finite, were the gradients?"""
@@ -240,35 +169,3 @@ class TrainStep:
             return host.wait_for(host.is_finite(loss)), self.update.is_finite()
         finally:
             self.window.guard.discard()
-
-    def settle(self) -> None:
-        """Waits for the last step and acts on its outcome: advances the scheduler and the loss scale.
-
-        On a CPU this has happened when a step returns. On an accelerator it happens before the next backward pass; call
-        this before you read or save the scheduler or the optimizer's learning rates.
-
-        Raises:
-            ScaleCollapseError, WeightError: as a step.
-        """
-        self.ledger.settle()
-
-
-def warn_of_mixing(model: Any) -> None:
-    """Warns of modules whose output for one sample depends on the others that go through with it."""
-    mixing = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
-    if mixing:
-        warnings.warn(
-            f"{len(mixing)} BatchNorm modules ({mixing[0]!r} among them) normalise over the samples that go through "
-            "together, so results depend on how a batch is cut, whoever accumulates; use GroupNorm, or freeze them "
-            "with .eval() before making the step",
-            stacklevel=3,
-        )
-
-
-def _device_of(model: Any, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    first = next(iter(model.parameters()), None)
-    if first is None:
-        raise OptimizerError(f"the model ({type(model).__name__}) has no parameters to train")
-    return first.device  # type: ignore[no-any-return]

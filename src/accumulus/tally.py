@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,16 @@ class Tally:
         """Adds one micro-batch."""
         self.sums.append(value)
         self.weights.append(weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain numbers; the seed is made anew."""
+        numbers = {name: [_number(value) for value in getattr(self, name)] for name in ("sums", "weights")}
+        return {**numbers, "share": _number(self.share)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Tally:
+        """The tally that was saved."""
+        return cls(list(state["sums"]), list(state["weights"]), share=state["share"])
 
     def total_weight(self) -> Weight:
         """The sum of the weights: a number if all of them are."""
@@ -70,6 +82,11 @@ def power_of_two(weight: Weight) -> Scalar:
 def is_zero(weight: Weight) -> bool:
     """Whether a weight is known on the host to be zero."""
     return not isinstance(weight, Tensor) and weight == 0
+
+
+def _number(value: Scalar) -> float:
+    number: Any = value.tolist() if isinstance(value, Tensor) else value
+    return number  # type: ignore[no-any-return]  # an int stays one
 
 
 def _any_on_device(values: list[Scalar]) -> bool:

@@ -118,6 +118,21 @@ class Terms:
             "batch must be known before the first backward pass; pass weigh=, which counts them on the batch"
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """All tallies as plain numbers. Waits for the device."""
+        return {
+            "known": None if self.known is None else dict(self.known),
+            "base": self.base,
+            "terms": {name: tally.state_dict() for name, tally in self.tallies.items()},
+            "metrics": {name: tally.state_dict() for name, tally in self.metrics.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state."""
+        self.known, self.base = state["known"], state["base"]
+        self.tallies = {name: Tally.from_state(saved) for name, saved in state["terms"].items()}
+        self.metrics = {name: Tally.from_state(saved) for name, saved in state["metrics"].items()}
+
     def mean_loss(self, weights: Mapping[str, Weight]) -> Scalar:
         """The sum over terms of their means; a term without elements counts for nothing, NaN where all are such."""
         means = [self._mean(tally, weights[name]) for name, tally in self.tallies.items() if tally.sums]
@@ -176,18 +191,19 @@ def _ratio(base: Weight, weight: Weight) -> Scalar:
     return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0)
 
 
-def as_terms(returned: Returned, num_samples: int) -> list[tuple[str, Loss]]:
+def as_terms(returned: Returned, num_samples: int | None) -> list[tuple[str, Loss]]:
     """What a loss function returned, as named terms.
 
     Args:
         returned: see the table in the README.
-        num_samples: the weight that a bare scalar stands for.
+        num_samples: the weight that a bare scalar stands for; None where it is not known.
 
     Returns:
         Name and `Loss` of each term; the name is "loss" where there is only one without a name.
 
     Raises:
         LossError: it is none of what may be returned.
+        WeightError: a bare scalar, and the number of samples is not known.
     """
     if type(returned) is Loss:
         return [("loss", returned)]
@@ -219,10 +235,15 @@ def known_weights(counted: Any) -> dict[str, float]:
     return {str(name): float(read_weight(weight, wait=True)) for name, weight in items.items()}
 
 
-def _as_loss(term: object, num_samples: int) -> Loss:
+def _as_loss(term: object, num_samples: int | None) -> Loss:
     if isinstance(term, Loss):
         return term
     if isinstance(term, Tensor) and term.numel() == 1:
+        if num_samples is None:
+            raise WeightError(
+                "a bare scalar weighs as many samples as its micro-batch holds, which is not known here; return "
+                "Loss.mean(value, weight), take is_last from acc.windows, or pass microbatch(is_last, num_samples=...)"
+            )
         return Loss.mean(term, num_samples)
     raise LossError(
         f"a loss must be a Loss or a tensor of one element, not {describe(term)}; use .mean() or Loss(sum, weight)"

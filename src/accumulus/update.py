@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from accumulus import host
 from accumulus.errors import OptimizerError, PrecisionError, UnsupportedError
-from accumulus.guard import Guard
+from accumulus.guard import Guard, StepRefusal
 from accumulus.host import Flag, Scalar
 from accumulus.types import HALF_DTYPES, Model, Optimizer, describe
 
@@ -186,7 +186,9 @@ class Update:
         driven as any other optimizer.
         """
         optimizer: Any = self.optimizer
-        if optimizer.__dict__.get("_optimizer_step_pre_hooks") or optimizer.__dict__.get("_optimizer_step_post_hooks"):
+        before = optimizer.__dict__.get("_optimizer_step_pre_hooks", {}).values()
+        after = optimizer.__dict__.get("_optimizer_step_post_hooks")
+        if after or any(type(hook) is not StepRefusal for hook in before):
             return False
         return type(optimizer) in FOLDING and all(group.get("fused") for group in optimizer.param_groups)
 

@@ -89,12 +89,12 @@ class WindowRules:
         self.reference: Scalar | None = None  # the last window's weight per sample
         self.is_open = False
 
-    def open(self, sizes: Sequence[int], batch: Any, *, num_ranks: int = 1) -> Window:
+    def open(self, sizes: Sequence[int] | None, batch: Any = None, *, num_ranks: int = 1) -> Window:
         """Starts the window of one batch.
 
         Args:
-            sizes: samples in each micro-batch.
-            batch: the whole batch, for `weigh`.
+            sizes: samples in each micro-batch; None where they are not known beforehand.
+            batch: the whole batch, for `weigh`; or what `weigh` would have counted, where `sizes` is None.
             num_ranks: over how many ranks the wrapper averages gradients.
 
         Returns:
@@ -107,51 +107,64 @@ class WindowRules:
         if self.is_open:
             raise WindowError("a step was called inside the loss function of the same step; use a step of its own")
         self.guard.start()
-        known = None if self.weigh is None else known_weights(self.weigh(batch))
+        counted = batch if sizes is None else None if self.weigh is None else self.weigh(batch)
+        known = None if counted is None else known_weights(counted)
         return Window(self, sizes, Terms(known, self.on_empty), num_ranks)
 
 
 class Window:
     """An open window: takes the loss of each micro-batch and runs it backward. Made by `WindowRules.open`."""
 
-    def __init__(self, rules: WindowRules, sizes: Sequence[int], terms: Terms, num_ranks: int) -> None:
+    def __init__(self, rules: WindowRules, sizes: Sequence[int] | None, terms: Terms, num_ranks: int) -> None:
         self._rules = rules
         self._sizes = sizes
         self._num_ranks = num_ranks
-        self._num_done = 0
-        self._num_samples = sum(sizes)
+        # Where the sizes are not known, the reference goes by windows instead of samples.
+        self._num_samples = 1 if sizes is None else sum(sizes)
+        self.num_done = 0  # micro-batches
         self._unit: Scalar | None = None  # S / R
         self._like: Tensor | None = None  # a loss, for the device and dtype of results
         self.terms = terms
         self.scale = 1.0  # S; read at the first backward pass
 
     def __enter__(self) -> Window:
-        # An autocast region around the user's whole loop would keep copies of the weights from before the update.
-        torch.clear_autocast_cache()
-        self._rules.is_open = True
+        self.begin()
         self._rules.region.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._rules.region.__exit__(kind, error, trace)
-        torch.clear_autocast_cache()
-        self._rules.is_open = False
+        self.end()
         if kind is not None:
             self._rules.guard.discard()
 
-    def backward(self, returned: Returned) -> None:
+    def begin(self) -> None:
+        """Starts from freshly cast weights."""
+        # An autocast region around the user's whole loop would keep copies of the weights from before the update.
+        torch.clear_autocast_cache()
+        self._rules.is_open = True
+
+    def end(self) -> None:
+        """Drops the cast weights: the update is about to change them."""
+        torch.clear_autocast_cache()
+        self._rules.is_open = False
+        self._rules.guard.stop()
+
+    def backward(self, returned: Returned, size: int | None = None) -> None:
         """Runs one micro-batch backward and adds it to the tallies.
 
         Args:
             returned: what the loss function returned.
+            size: samples in the micro-batch, where the window was opened without sizes.
 
         Raises:
             LossError: it is not a loss, or has no graph.
             WeightError: `weigh` gave no total for a term.
             WindowError: the loss function changed gradients or parameters itself.
         """
-        size = self._sizes[self._num_done]
-        self._num_done += 1
+        if self._sizes is not None:
+            size = self._sizes[self.num_done]
+            self.num_done += 1
         self._rules.guard.check()
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
@@ -162,7 +175,7 @@ class Window:
             tally = self.terms.add(name, loss, root)
             if tally is not None:
                 if self._unit is None:
-                    self._begin(loss.weight, size)
+                    self._start(loss.weight, 1 if self._sizes is None or size is None else size)
                 roots.append(root)
                 seeds.append(self._seed(tally, root))
         if roots:
@@ -179,6 +192,7 @@ class Window:
             WeightError: the weights are all zero, or the terms' shares differ between micro-batches. Weights that
                 lie on a device are not read: `Totals.is_valid` tells, and `terms.explain` says why.
         """
+        self._rules.guard.check()
         weights = self.terms.weights()
         is_valid = self.terms.are_valid(weights)
         if is_valid is False and (problem := self.terms.explain()):
@@ -191,10 +205,10 @@ class Window:
             divisor=self._divisor(weights.get(self.terms.base, 0)),
             is_valid=is_valid,
             metrics={name: tally.mean() for name, tally in self.terms.metrics.items()},
-            num_microbatches=self._num_done,
+            num_microbatches=self.num_done,
         )
 
-    def _begin(self, weight: Weight, size: int) -> None:
+    def _start(self, weight: Weight, size: int) -> None:
         """Fixes scale and reference, at the latest moment: the scale waits for the last step's outcome."""
         self.scale = self._rules.scale()
         known = self.terms.known
@@ -212,7 +226,7 @@ class Window:
     def _seed(self, tally: Tally, root: Tensor) -> Tensor:
         seed = tally.seed
         if seed is None or seed.dtype != root.dtype or seed.device != root.device or seed.shape != root.shape:
-            assert self._unit is not None  # set by _begin
+            assert self._unit is not None  # set by _start
             value = self._unit * tally.share
             if isinstance(value, Tensor):
                 seed = value.to(root.device, root.dtype).expand(root.shape)
@@ -244,3 +258,23 @@ class Window:
             per_sample = torch.where(possible, per_sample, 1.0)
         self._rules.reference = per_sample
         return divisor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the gradients, as plain values. Waits for the device."""
+        like = self._like
+        return {
+            "num_done": self.num_done,
+            "scale": self.scale,
+            "unit": None if self._unit is None else float(self._unit),
+            "like": None if like is None else (str(like.dtype).removeprefix("torch."), str(like.device)),
+            **self.terms.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state, in a window that has just been opened."""
+        self.num_done, self.scale, self._unit = int(state["num_done"]), float(state["scale"]), state["unit"]
+        if state["like"] is not None:
+            dtype, device = state["like"]
+            self._like = torch.zeros((), dtype=getattr(torch, dtype), device=device)
+        self.terms.load_state_dict(state)
+        self._rules.guard.note()

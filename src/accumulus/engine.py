@@ -1,0 +1,192 @@
+"""What `TrainStep` and `Accumulator` share: the parts, put together, and what becomes of a window's totals."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from accumulus import host
+from accumulus.dist.sync import choose_sync
+from accumulus.errors import OptimizerError, StateError
+from accumulus.guard import Guard
+from accumulus.ledger import Ledger, Outcome
+from accumulus.precision import Precision
+from accumulus.scaling import DynamicScale, LossScale, NoScale
+from accumulus.types import Optimizer, Scheduler, StepResult, describe
+from accumulus.update import Report, Update
+from accumulus.window import Totals, Window, WindowRules
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Model, optimizer and everything between a window's gradients and an applied update.
+
+    Args:
+        model: the module to train.
+        optimizer: updates from `.grad`.
+        precision: by name, or a `Precision`.
+        max_grad_norm: bound of the true gradient's 2-norm.
+        max_grad_value: bound of its elements.
+        scheduler: stepped once per applied step.
+        weigh: counts the weights of a whole batch.
+        loss_scale: by default dynamic for fp16, none for the others.
+        skip_nonfinite: leave everything as it is when a gradient is NaN or infinite.
+        on_empty: "raise" or "skip": what a window whose weights are all zero does.
+        on_step: called with each step's result once it is known whether it was applied.
+        device: where the model computes.
+
+    Raises:
+        AccumulusError: an argument that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Optimizer,
+        *,
+        precision: str | Precision,
+        max_grad_norm: float | None,
+        max_grad_value: float | None,
+        scheduler: Scheduler | None,
+        weigh: Callable[[Any], Any] | None,
+        loss_scale: LossScale | None,
+        skip_nonfinite: bool,
+        on_empty: str,
+        on_step: Callable[[StepResult], object] | Sequence[Callable[[StepResult], object]],
+        device: torch.device | str | None,
+    ) -> None:
+        if not callable(getattr(model, "named_modules", None)):
+            raise OptimizerError(f"model must be a torch.nn.Module, not {describe(model)}")
+        self.model, self.sync = model, choose_sync(model)
+        self.device = device_of(model, device)
+        self.precision = Precision.parse(precision, self.device)
+        self.precision.check(model)
+        warn_of_mixing(model)
+        default = DynamicScale() if self.precision.needs_loss_scale else NoScale()
+        scale = default if loss_scale is None else loss_scale
+        self.ledger = Ledger(scale, scheduler, [on_step] if callable(on_step) else list(on_step))
+        guard = Guard(model, optimizer)
+        self.update = Update(
+            model,
+            optimizer,
+            guard,
+            max_grad_norm=max_grad_norm,
+            max_grad_value=max_grad_value,
+            skip_nonfinite=skip_nonfinite,
+            needs_loss_scale=not isinstance(scale, NoScale),
+        )
+        self.window = WindowRules(
+            self.precision.region(self.device),
+            autocast_device=self.device.type if self.precision.compute else None,
+            scale=self._scale_now,  # bound, not a lambda: a deep copy of the step must read its own
+            guard=guard,
+            weigh=weigh,
+            on_empty=on_empty,
+        )
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The scale that the next step will use; `float(step.loss_scale)` is its value. Waits for the last step."""
+        return self.ledger.loss_scale
+
+    def settle(self) -> None:
+        """Waits for the last step and acts on its outcome: advances the scheduler and the loss scale.
+
+        On a CPU this has happened when a step returns. On an accelerator it happens before the next backward pass; call
+        this before you read or save the scheduler or the optimizer's learning rates.
+
+        Raises:
+            ScaleCollapseError, WeightError: as a step.
+        """
+        self.ledger.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a step carries on to the next: loss scale, reference weight and counters. Waits for the last step.
+
+        Returns:
+            Plain values, which `torch.save` and JSON both take. Model, optimizer and scheduler have their own.
+        """
+        reference = self.window.reference
+        return {**self.ledger.state_dict(), "reference": None if reference is None else float(reference)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a saved state.
+
+        Args:
+            state: from `state_dict`; without `loss_scale` the scale starts anew. Or a `torch.amp.GradScaler`'s, for
+                its scale.
+
+        Raises:
+            StateError: it is not such a state, or of another kind of loss scale.
+        """
+        reference = state.get("reference")
+        if reference is not None and not 0 < float(reference) < math.inf:
+            raise StateError(f"the saved reference weight must be above 0 and finite, not {reference}")
+        self.ledger.load_state_dict({name: value for name, value in state.items() if name != "reference"})
+        self.window.reference = reference
+
+    def _scale_now(self) -> float:
+        return float(self.ledger.loss_scale)
+
+    def _finish(
+        self, window: Window, totals: Totals, *, num_samples: int, started: float, cause: Callable[[], str] | None
+    ) -> StepResult:
+        """Applies a window's gradients, and posts what came of it."""
+        report = self.update(totals.divisor, totals.is_valid)  # the only change of a parameter
+        result = make_result(totals, report, window.scale, num_samples=num_samples, started=started)
+        self.ledger.post(
+            Outcome(report.all_finite, report.applied),
+            result,
+            problem=window.terms.explain if totals.is_valid is not True else str,
+            cause=cause,
+        )
+        return result
+
+
+def make_result(totals: Totals, report: Report, scale: float, *, num_samples: int, started: float) -> StepResult:
+    """The result of a step, from what its window added up to and what its update did."""
+    like = totals.like
+    return StepResult(
+        loss=host.as_tensor(totals.loss, like, like.dtype),
+        grad_norm=None if report.grad_norm is None else host.as_tensor(report.grad_norm, like, like.dtype),
+        clipped=host.as_flag(report.clipped, like),
+        all_finite=host.as_flag(report.all_finite, like),
+        applied=host.as_flag(report.applied, like),
+        loss_scale=scale,
+        weight=totals.weight,
+        num_microbatches=totals.num_microbatches,
+        num_samples=num_samples,
+        metrics={name: host.as_tensor(value, like) for name, value in totals.metrics.items()},
+        lr=report.lr,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def warn_of_mixing(model: Any) -> None:
+    """Warns of modules whose output for one sample depends on the others that go through with it."""
+    mixing = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if mixing:
+        warnings.warn(
+            f"{len(mixing)} BatchNorm modules ({mixing[0]!r} among them) normalise over the samples that go through "
+            "together, so results depend on how a batch is cut, whoever accumulates; use GroupNorm, or freeze them "
+            "with .eval() before making the step",
+            stacklevel=4,
+        )
+
+
+def device_of(model: Any, device: torch.device | str | None) -> torch.device:
+    """The device that was named, or else the first parameter's."""
+    if device is not None:
+        return torch.device(device)
+    first = next(iter(model.parameters()), None)
+    if first is None:
+        raise OptimizerError(f"the model ({type(model).__name__}) has no parameters to train")
+    found: torch.device = first.device
+    return found

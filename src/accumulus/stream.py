@@ -1,0 +1,358 @@
+"""The streaming form: your own loop over micro-batches, and the same arithmetic. `Accumulator` and `windows`."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from accumulus import pytree
+from accumulus.engine import Engine
+from accumulus.errors import BatchError, SplitError, StateError, WindowError
+from accumulus.precision import Precision
+from accumulus.rng import random_state, set_random_state
+from accumulus.scaling import LossScale
+from accumulus.types import Optimizer, Returned, Scheduler, StepResult
+from accumulus.window import Window
+
+__all__ = ["Accumulator", "IsLast", "windows"]
+
+
+class IsLast(int):
+    """Whether a micro-batch is the last of its window: true or false, and the number of samples it came with."""
+
+    num_samples: int
+
+    def __new__(cls, value: bool, num_samples: int) -> IsLast:
+        """Makes the flag of a micro-batch."""
+        flag = super().__new__(cls, value)
+        flag.num_samples = num_samples
+        return flag
+
+    def __repr__(self) -> str:
+        return str(bool(self))
+
+
+def windows(microbatches: Iterable[Any], *, size: int | Callable[[int], int]) -> Iterator[tuple[Any, IsLast]]:
+    """Marks the last micro-batch of every window, that of a short last window included.
+
+    Args:
+        microbatches: any iterable, of known length or not. Each pass over it begins a new window, so nothing leaks
+            from one epoch into the next.
+        size: micro-batches in a window; or a function of the window's number (from 0), to let batches grow.
+
+    Returns:
+        An iterator over each micro-batch and whether it is the last of its window. It looks one ahead, and holds no
+        more.
+
+    Raises:
+        SplitError: a size is not an integer of at least 1.
+
+    Example:
+        >>> [(part, bool(is_last)) for part, is_last in windows("abcde", size=2)]
+        [('a', False), ('b', True), ('c', False), ('d', True), ('e', True)]
+    """
+    size_of = size if callable(size) else lambda index: size
+    iterator = iter(microbatches)
+    present = next(iterator, _END)
+    index, left = 0, _checked(size_of(0))
+    while present is not _END:
+        following = next(iterator, _END)
+        left -= 1
+        is_last = left == 0 or following is _END
+        yield present, IsLast(is_last, _num_samples(present))
+        present = following
+        if is_last and present is not _END:
+            index += 1
+            left = _checked(size_of(index))
+
+
+class Accumulator(Engine):
+    """Exact accumulation in a loop of your own.
+
+    Args:
+        model: the module to train, on its device.
+        optimizer: any optimizer that updates from `.grad`.
+        precision: "fp32", "tf32", "bf16", "fp16", "auto", or a `Precision`.
+        max_grad_norm: clip the 2-norm of the true gradient to this.
+        max_grad_value: clip each element of the true gradient to this.
+        scheduler: stepped once per applied step.
+        loss_scale: by default dynamic for fp16, none for the others.
+        skip_nonfinite: leave everything as it is when a gradient is NaN or infinite.
+        on_empty: "raise" or "skip": what a window whose weights are all zero does.
+        on_step: called with each step's `StepResult` once it is known whether it was applied; one function or several.
+        device: where the model computes; by default where its parameters are.
+
+    Raises:
+        AccumulusError: an argument that cannot work.
+
+    Example:
+        >>> model = torch.nn.Linear(10, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> accumulator = Accumulator(model, optimizer, precision="fp32")
+        >>> for x, is_last in windows(torch.randn(5, 4, 10), size=2):
+        ...     with accumulator.microbatch(is_last):
+        ...         accumulator.backward(model(x).square().mean())
+        ...     if is_last:
+        ...         result = accumulator.step()
+        >>> result.num_microbatches
+        1
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Optimizer,
+        *,
+        precision: str | Precision = "auto",
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        scheduler: Scheduler | None = None,
+        loss_scale: LossScale | None = None,
+        skip_nonfinite: bool = True,
+        on_empty: str = "raise",
+        on_step: Callable[[StepResult], object] | Sequence[Callable[[StepResult], object]] = (),
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._open: Window | None = None
+        super().__init__(
+            model,
+            optimizer,
+            precision=precision,
+            max_grad_norm=max_grad_norm,
+            max_grad_value=max_grad_value,
+            scheduler=scheduler,
+            weigh=None,
+            loss_scale=loss_scale,
+            skip_nonfinite=skip_nonfinite,
+            on_empty=on_empty,
+            on_step=on_step,
+            device=device,
+        )
+        self.result: StepResult | None = None  # the last step's
+        self._is_inside = False
+        self._is_complete = False
+        self._num_samples = 0  # of the window
+        self._size: int | None = None  # of the micro-batch
+        self._num_backwards = 0  # in the micro-batch
+        self._started = 0.0
+
+    def begin(self, weights: Any = None) -> None:
+        """Opens a window, and says what the weights of its terms will add up to.
+
+        Only needed for several terms whose shares differ between micro-batches; otherwise a window opens by itself.
+
+        Args:
+            weights: total weight, or a mapping from term to total weight.
+
+        Raises:
+            WeightError: a weight cannot be.
+            WindowError: a window is open already, or gradients lie about.
+        """
+        self._begin(weights)
+
+    def _begin(self, weights: Any = None) -> Window:
+        if self._open is not None:
+            raise WindowError(f"a window of {self._open.num_done} micro-batches is open; call step() or flush() first")
+        window = self._open = self.window.open(None, weights, num_ranks=self.sync.averaged_over)
+        window.begin()
+        self._started = time.perf_counter()
+        self._is_complete = False
+        self._num_samples = 0
+        return window
+
+    @contextmanager
+    def microbatch(self, is_last: bool | int, *, num_samples: int | None = None) -> Iterator[None]:
+        """The region of one micro-batch: forward passes and `backward`.
+
+        Args:
+            is_last: whether it is the window's last one. That of `windows` also knows the number of samples.
+            num_samples: samples in the micro-batch; only needed for bare scalar losses without `windows`.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            WindowError: micro-batches are nested, or the window is complete and waits for `step`.
+        """
+        if self._is_inside:
+            raise WindowError("a micro-batch is already open; leave its with block first")
+        if self._is_complete:
+            raise WindowError("the window's last micro-batch is done; call step() before the next one")
+        window = self._begin() if self._open is None else self._open
+        self._size = getattr(is_last, "num_samples", None) if num_samples is None else num_samples
+        self._num_backwards = 0
+        self._is_inside = True
+        try:
+            # What runs between micro-batches may cast in another dtype, and torch keeps one copy of a weight, not two.
+            torch.clear_autocast_cache()
+            with self.window.region, self.sync.only_if(bool(is_last)):
+                yield
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._is_inside = False
+        window.num_done += 1
+        self._num_samples += self._size or 0
+        self._is_complete = bool(is_last)
+
+    def backward(self, loss: Returned) -> None:
+        """Runs a loss backward. Several calls in one micro-batch are several terms of it.
+
+        Args:
+            loss: a `Loss`, a bare scalar (the mean over the micro-batch's samples), or a dict of terms.
+
+        Raises:
+            LossError: it is not a loss, or has no graph.
+            WeightError: a bare scalar, and the number of samples is not known.
+            WindowError: outside a micro-batch, or gradients or parameters were changed by hand.
+        """
+        if not self._is_inside or self._open is None:
+            raise WindowError(
+                "backward was called outside a micro-batch; use it inside: with accumulator.microbatch(is_last)"
+            )
+        if self._num_backwards and not isinstance(loss, Mapping):
+            loss = {f"loss[{self._num_backwards}]": loss}
+        self._num_backwards += 1
+        self._open.backward(loss, self._size)
+
+    def step(self) -> StepResult:
+        """Applies the window's gradient.
+
+        Returns:
+            What was done, for the whole window.
+
+        Raises:
+            WindowError: the window's last micro-batch is not done, or its step has been taken already.
+            WeightError, ScaleCollapseError: as `TrainStep`.
+        """
+        if self._is_inside:
+            raise WindowError("step was called inside a micro-batch; leave its with block first")
+        if self._open is None:
+            raise WindowError("there is no window to step: no micro-batch was run since the last step")
+        if not self._is_complete:
+            raise WindowError(
+                f"step was called before the window's last micro-batch ({self._open.num_done} are done); run one with "
+                "microbatch(is_last=True), or call flush() to step what is there"
+            )
+        window, self._open, self._is_complete = self._open, None, False
+        try:
+            totals = window.totals()
+        except BaseException:
+            self.window.guard.discard()
+            raise
+        finally:
+            window.end()
+        self.result = self._finish(window, totals, num_samples=self._num_samples, started=self._started, cause=None)
+        return self.result
+
+    def flush(self) -> StepResult | None:
+        """Steps what is pending, as if its last micro-batch had been marked.
+
+        Returns:
+            The result; None where nothing was pending.
+
+        Raises:
+            WindowError, WeightError, ScaleCollapseError: as `step`.
+        """
+        if self._open is None or not self._open.num_done:
+            self._abandon()
+            return None
+        self._is_complete = not self._is_inside
+        return self.step()
+
+    def state_dict(self, *, gradients: bool = True) -> dict[str, Any]:
+        """Everything that the micro-batches to come depend on, also in the middle of a window. Waits for the device.
+
+        Args:
+            gradients: in the middle of a window, include what has been accumulated: one more copy of the parameters'
+                size. Without them the window is left out, and a resumed run begins it anew.
+
+        Returns:
+            Plain values and tensors, as `torch.load(weights_only=True)` takes them. Model, optimizer and scheduler
+            have their own.
+
+        Raises:
+            WindowError: inside a micro-batch, whose graph cannot be saved.
+        """
+        if self._is_inside:
+            raise WindowError("state_dict was called inside a micro-batch, whose graph cannot be saved; leave it first")
+        state = super().state_dict()
+        if self._open is None or not gradients:
+            return state
+        whole = {"is_complete": self._is_complete, "num_samples": self._num_samples}
+        return state | {"window": save_window(self._open, self.model, self.device) | whole}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a saved state; one from the middle of a window goes on there, bit for bit.
+
+        Args:
+            state: from `state_dict`; or a `torch.amp.GradScaler`'s, for its scale.
+
+        Raises:
+            StateError: it is not such a state, or does not fit the model.
+            WindowError: a window is open here.
+        """
+        if self._open is not None:
+            raise WindowError("load_state_dict was called inside a window; call step() or flush() first")
+        saved = state.get("window")
+        if saved is not None and len(saved["gradients"]) != len(list(self.model.parameters())):
+            raise StateError(f"the state has {len(saved['gradients'])} gradients, and the model other parameters")
+        super().load_state_dict({name: value for name, value in state.items() if name != "window"})
+        if saved is not None:
+            restore_window(self._begin(), saved, self.model, self.device)
+            self._is_complete, self._num_samples = bool(saved["is_complete"]), int(saved["num_samples"])
+
+    def _abandon(self) -> None:
+        """Drops an open window: nothing was changed, and no gradient is left behind."""
+        if self._open is not None:
+            self._open.end()
+            self._open = None
+            self.window.guard.discard()
+        self._is_complete = False
+
+    def __del__(self) -> None:
+        num_left = 0 if self._open is None else self._open.num_done
+        if num_left:
+            self._abandon()
+            warnings.warn(
+                f"an Accumulator was left with {num_left} micro-batches that were never stepped; mark the last "
+                "one (acc.windows does), or call flush()",
+                stacklevel=2,
+            )
+
+
+def save_window(window: Window, model: Any, device: torch.device) -> dict[str, Any]:
+    """A window between two micro-batches: tallies, accumulated gradients, random states."""
+    gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+    return {**window.state_dict(), "gradients": gradients, "random": random_state(device)}
+
+
+def restore_window(window: Window, saved: Mapping[str, Any], model: Any, device: torch.device) -> None:
+    """Goes on from what `save_window` gave, in a window that has just been opened."""
+    for parameter, gradient in zip(model.parameters(), saved["gradients"], strict=True):
+        parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+    window.load_state_dict(saved)
+    set_random_state(saved["random"], device)
+
+
+_END: Any = object()
+
+
+def _checked(size: object) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise SplitError(f"a window's size is a number of micro-batches, an integer of at least 1, not {size!r}")
+    return size
+
+
+def _num_samples(microbatch: Any) -> int:
+    """Samples in a micro-batch; one that has no first dimension is one sample."""
+    try:
+        return pytree.sliceable(microbatch).length
+    except BatchError:
+        return 1
