@@ -19,6 +19,7 @@ LAYERS = {
     "tally": 1,
     "terms": 1,
     "guard": 1,
+    "together": 1,
     "precision": 2,
     "scaling": 2,
     "microbatch": 2,

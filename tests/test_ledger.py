@@ -27,7 +27,7 @@ def post(ledger, all_finite, applied, *, problem=no_problem, cause=no_problem):
 
 def test_on_the_host_the_outcome_is_settled_at_once():
     scheduler = Counter()
-    ledger = Ledger(acc.DynamicScale(initial=4.0), scheduler)
+    ledger = Ledger(acc.DynamicScale(initial=4.0), [scheduler])
     post(ledger, True, True)
     assert (ledger.num_steps, ledger.num_applied, scheduler.count) == (1, 1, 1)
     post(ledger, False, False)
@@ -37,7 +37,7 @@ def test_on_the_host_the_outcome_is_settled_at_once():
 
 def test_on_a_device_it_is_settled_when_it_is_needed_and_once():
     scheduler = Counter()
-    ledger = Ledger(acc.NoScale(), scheduler)
+    ledger = Ledger(acc.NoScale(), [scheduler])
     post(ledger, torch.tensor(True), torch.tensor(True))
     assert (ledger.num_steps, scheduler.count) == (0, 0)
     ledger.settle()

@@ -70,6 +70,11 @@ class TestWindows:
         batches = [torch.zeros(3, 2), {"x": torch.zeros(5)}, torch.tensor(1.0), "text", (torch.zeros(2), ["a", "b"])]
         assert [is_last.num_samples for _, is_last in acc.windows(batches, size=2)] == [3, 5, 1, 1, 2]
 
+    def test_samples_that_disagree_are_not_counted(self):
+        """A scalar could then be a mean over anything."""
+        ((_, flag),) = acc.windows([{"x": torch.zeros(4, 1), "mask": torch.zeros(1, 3)}], size=1)
+        assert flag.num_samples is None
+
     def test_flags_are_plain_in_print_and_comparison(self):
         ((_, flag),) = acc.windows([torch.zeros(3)], size=4)
         assert flag == True  # noqa: E712

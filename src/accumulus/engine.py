@@ -18,6 +18,7 @@ from accumulus.guard import Guard
 from accumulus.ledger import Ledger, Outcome
 from accumulus.precision import Precision
 from accumulus.scaling import DynamicScale, LossScale, NoScale
+from accumulus.together import as_one
 from accumulus.types import Optimizer, Scheduler, StepResult, describe
 from accumulus.update import Report, Update
 from accumulus.window import Totals, Window, WindowRules
@@ -30,11 +31,11 @@ class Engine:
 
     Args:
         model: the module to train.
-        optimizer: updates from `.grad`.
+        optimizer: updates from `.grad`; or several, over different parameters.
         precision: by name, or a `Precision`.
         max_grad_norm: bound of the true gradient's 2-norm.
         max_grad_value: bound of its elements.
-        scheduler: stepped once per applied step.
+        scheduler: stepped once per applied step; or several.
         weigh: counts the weights of a whole batch.
         loss_scale: by default dynamic for fp16, none for the others.
         skip_nonfinite: leave everything as it is when a gradient is NaN or infinite.
@@ -49,12 +50,12 @@ class Engine:
     def __init__(
         self,
         model: Any,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         precision: str | Precision,
         max_grad_norm: float | None,
         max_grad_value: float | None,
-        scheduler: Scheduler | None,
+        scheduler: Scheduler | Sequence[Scheduler] | None,
         weigh: Callable[[Any], Any] | None,
         loss_scale: LossScale | None,
         skip_nonfinite: bool,
@@ -71,11 +72,12 @@ class Engine:
         warn_of_mixing(model)
         default = DynamicScale() if self.precision.needs_loss_scale else NoScale()
         scale = default if loss_scale is None else loss_scale
-        self.ledger = Ledger(scale, scheduler, [on_step] if callable(on_step) else list(on_step))
-        guard = Guard(model, optimizer)
+        self.ledger = Ledger(scale, as_list(scheduler), as_list(on_step))
+        whole: Optimizer = as_one(optimizer)
+        guard = Guard(model, whole)
         self.update = Update(
             model,
-            optimizer,
+            whole,
             guard,
             max_grad_norm=max_grad_norm,
             max_grad_value=max_grad_value,
@@ -148,6 +150,13 @@ class Engine:
             cause=cause,
         )
         return result
+
+
+def as_list(value: Any) -> list[Any]:
+    """None as no item, a list or tuple as its items, anything else as one."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def make_result(totals: Totals, report: Report, scale: float, *, num_samples: int, started: float) -> StepResult:

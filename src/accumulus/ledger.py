@@ -64,7 +64,7 @@ class Ledger:
 
     Args:
         loss_scale: scale of the first step.
-        scheduler: stepped once per applied step; one that steps on a measure, as ReduceLROnPlateau, on the loss.
+        schedulers: stepped once per applied step; one that steps on a measure, as ReduceLROnPlateau, on the loss.
         on_step: called with each step's result.
 
     Raises:
@@ -74,19 +74,19 @@ class Ledger:
     def __init__(
         self,
         loss_scale: LossScale,
-        scheduler: Scheduler | None = None,
+        schedulers: Sequence[Scheduler] = (),
         on_step: Sequence[Callable[[StepResult], object]] = (),
     ) -> None:
         if not callable(getattr(loss_scale, "next", None)):
             raise PrecisionError(f"loss_scale must be a scale, such as StaticScale(1024.0), not {describe(loss_scale)}")
-        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-            raise OptimizerError(f"scheduler must have a step method, not {describe(scheduler)}")
+        for scheduler in schedulers:
+            if not callable(getattr(scheduler, "step", None)):
+                raise OptimizerError(f"scheduler must have a step method, not {describe(scheduler)}")
         for function in on_step:
             if not callable(function):
                 raise OptimizerError(f"on_step must be a function of the StepResult, not {describe(function)}")
         self._loss_scale = loss_scale
-        self._scheduler = scheduler
-        self._needs_loss = scheduler is not None and _needs_argument(scheduler.step)
+        self._schedulers = [(scheduler, _needs_argument(scheduler.step)) for scheduler in schedulers]
         self._on_step = tuple(on_step)
         self._pending: tuple[Outcome, StepResult, Callable[[], str]] | None = None
         self.num_steps = 0
@@ -147,7 +147,7 @@ class Ledger:
             self._advance_scale(all_finite or applied, cause)
         if applied:
             self.num_applied += 1
-            self._advance_scheduler(result)  # after the scale: it is the user's, and may raise
+            self._advance_schedulers(result)  # after the scale: it is the user's, and may raise
         for function in self._on_step:
             function(result)
 
@@ -157,10 +157,10 @@ class Ledger:
         except ScaleCollapseError as error:
             raise ScaleCollapseError(f"{error}; {_explain(cause)}") from None
 
-    def _advance_scheduler(self, result: StepResult) -> None:
-        if self._scheduler is not None:
-            step: Callable[..., Any] = self._scheduler.step
-            step(float(result.loss)) if self._needs_loss else step()
+    def _advance_schedulers(self, result: StepResult) -> None:
+        for scheduler, needs_loss in self._schedulers:
+            step: Callable[..., Any] = scheduler.step
+            step(float(result.loss)) if needs_loss else step()
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and the counters, after settling."""

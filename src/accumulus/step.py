@@ -37,7 +37,8 @@ class TrainStep(Engine):
     Args:
         model: the module to train, on its device.
         optimizer: any optimizer that updates from `.grad`. With `fused=True` (Adam, AdamW, SGD, Adagrad) unscaling,
-            clipping and skipping happen inside its kernel.
+            clipping and skipping happen inside its kernel. Or a list of several, over different parameters: they share
+            norm, scale and the decision to skip.
         loss_fn: `loss_fn(model, microbatch)` returns a `Loss`, a scalar tensor (the mean over the micro-batch's
             samples), or a dict of them (terms, each over its own count). A scalar is wrong where samples count for
             different numbers of elements, as with padding or `ignore_index`: return `Loss` or `Loss.mean` there.
@@ -47,7 +48,8 @@ class TrainStep(Engine):
         max_grad_norm: clip the 2-norm of the true gradient to this (`torch.nn.utils.clip_grad_norm_` clips to very
             slightly less: it adds 1e-6 to the norm).
         max_grad_value: clip each element of the true gradient to this.
-        scheduler: stepped once per applied step, never on a skipped one.
+        scheduler: stepped once per applied step, never on a skipped one; a list where there are several. One that steps
+            on a measure, as ReduceLROnPlateau does, gets the loss.
         collate: makes a micro-batch of a list of samples; a batch is then a list of samples.
         weigh: `weigh(batch)` counts the weights of a whole batch before any forward pass: a number, or a dict of
             them by loss term. Needed where several terms' shares differ between micro-batches.
@@ -75,14 +77,14 @@ class TrainStep(Engine):
     def __init__(
         self,
         model: Any,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         loss_fn: LossFn,
         *,
         precision: str | Precision = "auto",
         microbatch: int | str | Split = "auto",
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
-        scheduler: Scheduler | None = None,
+        scheduler: Scheduler | Sequence[Scheduler] | None = None,
         collate: Callable[[Any], Any] | None = None,
         weigh: Callable[[Any], Any] | None = None,
         loss_scale: LossScale | None = None,

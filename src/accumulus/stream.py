@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accumulus import pytree
 from accumulus.engine import Engine
@@ -25,9 +27,9 @@ __all__ = ["Accumulator", "IsLast", "windows"]
 class IsLast(int):
     """Whether a micro-batch is the last of its window: true or false, and the number of samples it came with."""
 
-    num_samples: int
+    num_samples: int | None
 
-    def __new__(cls, value: bool, num_samples: int) -> IsLast:
+    def __new__(cls, value: bool, num_samples: int | None) -> IsLast:
         """Makes the flag of a micro-batch."""
         flag = super().__new__(cls, value)
         flag.num_samples = num_samples
@@ -71,16 +73,37 @@ def windows(microbatches: Iterable[Any], *, size: int | Callable[[int], int]) ->
             left = _checked(size_of(index))
 
 
+class Region(AbstractContextManager[None]):
+    """What `Accumulator.microbatch` gives: one object for all, because making one costs as much as entering it."""
+
+    def __init__(self, accumulator: Accumulator) -> None:
+        self._accumulator = weakref.proxy(accumulator)
+        self._sync: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        accumulator = self._accumulator
+        accumulator._enter()
+        accumulator.window.region.__enter__()
+        self._sync = accumulator.sync.only_if(accumulator._next_is_last)
+        self._sync.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        assert self._sync is not None  # set by __enter__
+        self._sync.__exit__(kind, error, trace)
+        self._accumulator.window.region.__exit__(kind, error, trace)
+        self._accumulator._leave(failed=kind is not None)
+
+
 class Accumulator(Engine):
     """Exact accumulation in a loop of your own.
 
     Args:
         model: the module to train, on its device.
-        optimizer: any optimizer that updates from `.grad`.
+        optimizer: any optimizer that updates from `.grad`; a list where there are several.
         precision: "fp32", "tf32", "bf16", "fp16", "auto", or a `Precision`.
         max_grad_norm: clip the 2-norm of the true gradient to this.
         max_grad_value: clip each element of the true gradient to this.
-        scheduler: stepped once per applied step.
+        scheduler: stepped once per applied step; a list where there are several.
         loss_scale: by default dynamic for fp16, none for the others.
         skip_nonfinite: leave everything as it is when a gradient is NaN or infinite.
         on_empty: "raise" or "skip": what a window whose weights are all zero does.
@@ -106,12 +129,12 @@ class Accumulator(Engine):
     def __init__(
         self,
         model: Any,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         precision: str | Precision = "auto",
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
-        scheduler: Scheduler | None = None,
+        scheduler: Scheduler | Sequence[Scheduler] | None = None,
         loss_scale: LossScale | None = None,
         skip_nonfinite: bool = True,
         on_empty: str = "raise",
@@ -134,8 +157,10 @@ class Accumulator(Engine):
             device=device,
         )
         self.result: StepResult | None = None  # the last step's
+        self._region = Region(self)
         self._is_inside = False
         self._is_complete = False
+        self._next_is_last = False
         self._num_samples = 0  # of the window
         self._size: int | None = None  # of the micro-batch
         self._num_backwards = 0  # in the micro-batch
@@ -155,6 +180,27 @@ class Accumulator(Engine):
         """
         self._begin(weights)
 
+    def _enter(self) -> None:
+        if self._is_inside:
+            raise WindowError("a micro-batch is already open; leave its with block first")
+        if self._is_complete:
+            raise WindowError("the window's last micro-batch is done; call step() before the next one")
+        if self._open is None:
+            self._begin()
+        self._num_backwards = 0
+        self._is_inside = True
+        # What runs between micro-batches may cast in another dtype, and torch keeps one copy of a weight, not two.
+        torch.clear_autocast_cache()
+
+    def _leave(self, *, failed: bool) -> None:
+        self._is_inside = False
+        if failed or self._open is None:
+            self._abandon()
+            return
+        self._open.num_done += 1
+        self._num_samples += self._size or 0
+        self._is_complete = self._next_is_last
+
     def _begin(self, weights: Any = None) -> Window:
         if self._open is not None:
             raise WindowError(f"a window of {self._open.num_done} micro-batches is open; call step() or flush() first")
@@ -165,8 +211,7 @@ class Accumulator(Engine):
         self._num_samples = 0
         return window
 
-    @contextmanager
-    def microbatch(self, is_last: bool | int, *, num_samples: int | None = None) -> Iterator[None]:
+    def microbatch(self, is_last: bool | int, *, num_samples: int | None = None) -> AbstractContextManager[None]:
         """The region of one micro-batch: forward passes and `backward`.
 
         Args:
@@ -179,27 +224,9 @@ class Accumulator(Engine):
         Raises:
             WindowError: micro-batches are nested, or the window is complete and waits for `step`.
         """
-        if self._is_inside:
-            raise WindowError("a micro-batch is already open; leave its with block first")
-        if self._is_complete:
-            raise WindowError("the window's last micro-batch is done; call step() before the next one")
-        window = self._begin() if self._open is None else self._open
         self._size = getattr(is_last, "num_samples", None) if num_samples is None else num_samples
-        self._num_backwards = 0
-        self._is_inside = True
-        try:
-            # What runs between micro-batches may cast in another dtype, and torch keeps one copy of a weight, not two.
-            torch.clear_autocast_cache()
-            with self.window.region, self.sync.only_if(bool(is_last)):
-                yield
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
-            self._is_inside = False
-        window.num_done += 1
-        self._num_samples += self._size or 0
-        self._is_complete = bool(is_last)
+        self._next_is_last = bool(is_last)
+        return self._region
 
     def backward(self, loss: Returned) -> None:
         """Runs a loss backward. Several calls in one micro-batch are several terms of it.
@@ -350,9 +377,16 @@ def _checked(size: object) -> int:
     return size
 
 
-def _num_samples(microbatch: Any) -> int:
-    """Samples in a micro-batch; one that has no first dimension is one sample."""
+def _num_samples(microbatch: Any) -> int | None:
+    """Samples in a micro-batch: 1 for one without any first dimension, None where its tensors disagree."""
+    values = microbatch.values() if type(microbatch) is dict else microbatch
+    if isinstance(microbatch, Tensor):
+        return len(microbatch) if microbatch.ndim else 1
+    if isinstance(microbatch, (dict, list, tuple)):  # the usual ones, without a walk
+        lengths = {len(value) if isinstance(value, Tensor) and value.ndim else None for value in values}
+        if len(lengths) == 1 and None not in lengths:
+            return lengths.pop()
     try:
         return pytree.sliceable(microbatch).length
     except BatchError:
-        return 1
+        return None if pytree.has_rows(microbatch) else 1
