@@ -291,6 +291,24 @@ def test_case_18_the_model_already_divides(where):
     assert parts.w.item() == pytest.approx(whole.w.item(), rel=1e-6)
 
 
+def test_case_21_skip_by_the_users_own_rule(where, fused):
+    model = W()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=fused)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = make_step(model, optimizer=optimizer, scheduler=scheduler, veto=lambda norm: norm > 10)
+    step(torch.ones(1))
+    step.settle()
+    before = snapshot(model, optimizer, scheduler)
+    result = step(torch.full((1,), 100.0))
+    assert not result.applied
+    assert result.all_finite
+    step.settle()
+    assert_same(before, snapshot(model, optimizer, scheduler))
+    assert step(torch.ones(1)).applied
+    step.settle()
+    assert scheduler.get_last_lr() == [0.125]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_cases_22_and_38_and_39_checkpointed_activations(precision, use_reentrant):

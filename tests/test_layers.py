@@ -24,6 +24,7 @@ LAYERS = {
     "scaling": 2,
     "microbatch": 2,
     "window": 2,
+    "lookahead": 2,
     "update": 2,
     "ledger": 3,
     "collapse": 3,

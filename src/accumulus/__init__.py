@@ -21,12 +21,13 @@ from accumulus.errors import (
 )
 
 if TYPE_CHECKING:
+    from accumulus.lookahead import windows
     from accumulus.microbatch import by_count, to_device
     from accumulus.precision import Precision
     from accumulus.run.task import Task
     from accumulus.scaling import DynamicScale, NoScale, StaticScale
     from accumulus.step import TrainStep
-    from accumulus.stream import Accumulator, windows
+    from accumulus.stream import Accumulator
     from accumulus.types import Loss, StepResult
 
 __version__ = "0.1.0"
@@ -44,7 +45,7 @@ _HOMES = {
     "TrainStep": "step",
     "by_count": "microbatch",
     "to_device": "microbatch",
-    "windows": "stream",
+    "windows": "lookahead",
 }
 
 __all__ = [

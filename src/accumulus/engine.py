@@ -40,6 +40,7 @@ class Engine:
         loss_scale: by default dynamic for fp16, none for the others.
         skip_nonfinite: leave everything as it is when a gradient is NaN or infinite.
         on_empty: "raise" or "skip": what a window whose weights are all zero does.
+        veto: from the true gradient norm to whether to skip the step.
         on_step: called with each step's result once it is known whether it was applied.
         device: where the model computes.
 
@@ -60,6 +61,7 @@ class Engine:
         loss_scale: LossScale | None,
         skip_nonfinite: bool,
         on_empty: str,
+        veto: Callable[[Any], Any] | None,
         on_step: Callable[[StepResult], object] | Sequence[Callable[[StepResult], object]],
         device: torch.device | str | None,
     ) -> None:
@@ -83,6 +85,7 @@ class Engine:
             max_grad_value=max_grad_value,
             skip_nonfinite=skip_nonfinite,
             needs_loss_scale=not isinstance(scale, NoScale),
+            veto=veto,
         )
         self.window = WindowRules(
             self.precision.region(self.device),

@@ -52,6 +52,11 @@ def at_least(value: Scalar, bound: float) -> Scalar:
     return value.clamp(min=bound) if isinstance(value, Tensor) else max(value, bound)
 
 
+def negate(flag: Any) -> Flag:
+    """The opposite of a flag, or of whatever a user's function gave for one."""
+    return ~flag.bool() if isinstance(flag, Tensor) else not flag
+
+
 def wait_for(flag: Flag) -> bool:
     """The truth of a flag. Of a tensor on an accelerator it waits for the device."""
     return bool(flag.tolist()) if isinstance(flag, Tensor) else flag

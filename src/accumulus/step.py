@@ -56,6 +56,8 @@ class TrainStep(Engine):
         loss_scale: by default dynamic for fp16, none for the others.
         skip_nonfinite: leave everything as it is when a gradient is NaN or infinite. With a loss scale, always.
         on_empty: "raise" or "skip": what a batch whose weights are all zero does.
+        veto: `veto(grad_norm)` says whether to skip the step, as `lambda norm: norm > 10` does. On an accelerator the
+            norm is a tensor without dimensions, and the answer may be one, so that nobody waits.
         on_step: called with each step's `StepResult` once it is known whether it was applied; one function or several.
             On an accelerator that is before the next step's first backward pass.
         device: where micro-batches go; by default where the model is.
@@ -90,6 +92,7 @@ class TrainStep(Engine):
         loss_scale: LossScale | None = None,
         skip_nonfinite: bool = True,
         on_empty: str = "raise",
+        veto: Callable[[Any], Any] | None = None,
         on_step: Callable[[StepResult], object] | Sequence[Callable[[StepResult], object]] = (),
         device: torch.device | str | None = None,
     ) -> None:
@@ -106,6 +109,7 @@ class TrainStep(Engine):
             loss_scale=loss_scale,
             skip_nonfinite=skip_nonfinite,
             on_empty=on_empty,
+            veto=veto,
             on_step=on_step,
             device=device,
         )

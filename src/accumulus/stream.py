@@ -1,76 +1,25 @@
-"""The streaming form: your own loop over micro-batches, and the same arithmetic. `Accumulator` and `windows`."""
+"""The streaming form: your own loop over micro-batches, and the same arithmetic. `Accumulator`."""
 
 from __future__ import annotations
 
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from accumulus import pytree
 from accumulus.engine import Engine
-from accumulus.errors import BatchError, SplitError, StateError, WindowError
+from accumulus.errors import StateError, WindowError
 from accumulus.precision import Precision
 from accumulus.rng import random_state, set_random_state
 from accumulus.scaling import LossScale
 from accumulus.types import Optimizer, Returned, Scheduler, StepResult
 from accumulus.window import Window
 
-__all__ = ["Accumulator", "IsLast", "windows"]
-
-
-class IsLast(int):
-    """Whether a micro-batch is the last of its window: true or false, and the number of samples it came with."""
-
-    num_samples: int | None
-
-    def __new__(cls, value: bool, num_samples: int | None) -> IsLast:
-        """Makes the flag of a micro-batch."""
-        flag = super().__new__(cls, value)
-        flag.num_samples = num_samples
-        return flag
-
-    def __repr__(self) -> str:
-        return str(bool(self))
-
-
-def windows(microbatches: Iterable[Any], *, size: int | Callable[[int], int]) -> Iterator[tuple[Any, IsLast]]:
-    """Marks the last micro-batch of every window, that of a short last window included.
-
-    Args:
-        microbatches: any iterable, of known length or not. Each pass over it begins a new window, so nothing leaks
-            from one epoch into the next.
-        size: micro-batches in a window; or a function of the window's number (from 0), to let batches grow.
-
-    Returns:
-        An iterator over each micro-batch and whether it is the last of its window. It looks one ahead, and holds no
-        more.
-
-    Raises:
-        SplitError: a size is not an integer of at least 1.
-
-    Example:
-        >>> [(part, bool(is_last)) for part, is_last in windows("abcde", size=2)]
-        [('a', False), ('b', True), ('c', False), ('d', True), ('e', True)]
-    """
-    size_of = size if callable(size) else lambda index: size
-    iterator = iter(microbatches)
-    present = next(iterator, _END)
-    index, left = 0, _checked(size_of(0))
-    while present is not _END:
-        following = next(iterator, _END)
-        left -= 1
-        is_last = left == 0 or following is _END
-        yield present, IsLast(is_last, _num_samples(present))
-        present = following
-        if is_last and present is not _END:
-            index += 1
-            left = _checked(size_of(index))
+__all__ = ["Accumulator"]
 
 
 class Region(AbstractContextManager[None]):
@@ -82,16 +31,32 @@ class Region(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         accumulator = self._accumulator
-        accumulator._enter()
+        if accumulator._is_inside:
+            raise WindowError("a micro-batch is already open; leave its with block first")
+        if accumulator._is_complete:
+            raise WindowError("the window's last micro-batch is done; call step() before the next one")
+        if accumulator._open is None:
+            accumulator._begin()
+        accumulator._num_backwards = 0
+        accumulator._is_inside = True
+        # What runs between micro-batches may cast in another dtype, and torch keeps one copy of a weight, not two.
+        torch.clear_autocast_cache()
         accumulator.window.region.__enter__()
         self._sync = accumulator.sync.only_if(accumulator._next_is_last)
         self._sync.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        accumulator = self._accumulator
         assert self._sync is not None  # set by __enter__
         self._sync.__exit__(kind, error, trace)
-        self._accumulator.window.region.__exit__(kind, error, trace)
-        self._accumulator._leave(failed=kind is not None)
+        accumulator.window.region.__exit__(kind, error, trace)
+        accumulator._is_inside = False
+        if kind is not None or accumulator._open is None:
+            accumulator._abandon()
+            return
+        accumulator._open.num_done += 1
+        accumulator._num_samples += accumulator._size or 0
+        accumulator._is_complete = accumulator._next_is_last
 
 
 class Accumulator(Engine):
@@ -107,6 +72,8 @@ class Accumulator(Engine):
         loss_scale: by default dynamic for fp16, none for the others.
         skip_nonfinite: leave everything as it is when a gradient is NaN or infinite.
         on_empty: "raise" or "skip": what a window whose weights are all zero does.
+        veto: `veto(grad_norm)` says whether to skip the step, as `lambda norm: norm > 10` does. On an accelerator the
+            norm is a tensor without dimensions, and the answer may be one, so that nobody waits.
         on_step: called with each step's `StepResult` once it is known whether it was applied; one function or several.
         device: where the model computes; by default where its parameters are.
 
@@ -117,6 +84,7 @@ class Accumulator(Engine):
         >>> model = torch.nn.Linear(10, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         >>> accumulator = Accumulator(model, optimizer, precision="fp32")
+        >>> from accumulus import windows
         >>> for x, is_last in windows(torch.randn(5, 4, 10), size=2):
         ...     with accumulator.microbatch(is_last):
         ...         accumulator.backward(model(x).square().mean())
@@ -138,6 +106,7 @@ class Accumulator(Engine):
         loss_scale: LossScale | None = None,
         skip_nonfinite: bool = True,
         on_empty: str = "raise",
+        veto: Callable[[Any], Any] | None = None,
         on_step: Callable[[StepResult], object] | Sequence[Callable[[StepResult], object]] = (),
         device: torch.device | str | None = None,
     ) -> None:
@@ -153,6 +122,7 @@ class Accumulator(Engine):
             loss_scale=loss_scale,
             skip_nonfinite=skip_nonfinite,
             on_empty=on_empty,
+            veto=veto,
             on_step=on_step,
             device=device,
         )
@@ -179,27 +149,6 @@ class Accumulator(Engine):
             WindowError: a window is open already, or gradients lie about.
         """
         self._begin(weights)
-
-    def _enter(self) -> None:
-        if self._is_inside:
-            raise WindowError("a micro-batch is already open; leave its with block first")
-        if self._is_complete:
-            raise WindowError("the window's last micro-batch is done; call step() before the next one")
-        if self._open is None:
-            self._begin()
-        self._num_backwards = 0
-        self._is_inside = True
-        # What runs between micro-batches may cast in another dtype, and torch keeps one copy of a weight, not two.
-        torch.clear_autocast_cache()
-
-    def _leave(self, *, failed: bool) -> None:
-        self._is_inside = False
-        if failed or self._open is None:
-            self._abandon()
-            return
-        self._open.num_done += 1
-        self._num_samples += self._size or 0
-        self._is_complete = self._next_is_last
 
     def _begin(self, weights: Any = None) -> Window:
         if self._open is not None:
@@ -366,27 +315,3 @@ def restore_window(window: Window, saved: Mapping[str, Any], model: Any, device:
         parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
     window.load_state_dict(saved)
     set_random_state(saved["random"], device)
-
-
-_END: Any = object()
-
-
-def _checked(size: object) -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise SplitError(f"a window's size is a number of micro-batches, an integer of at least 1, not {size!r}")
-    return size
-
-
-def _num_samples(microbatch: Any) -> int | None:
-    """Samples in a micro-batch: 1 for one without any first dimension, None where its tensors disagree."""
-    values = microbatch.values() if type(microbatch) is dict else microbatch
-    if isinstance(microbatch, Tensor):
-        return len(microbatch) if microbatch.ndim else 1
-    if isinstance(microbatch, (dict, list, tuple)):  # the usual ones, without a walk
-        lengths = {len(value) if isinstance(value, Tensor) and value.ndim else None for value in values}
-        if len(lengths) == 1 and None not in lengths:
-            return lengths.pop()
-    try:
-        return pytree.sliceable(microbatch).length
-    except BatchError:
-        return None if pytree.has_rows(microbatch) else 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ class Update:
         max_grad_value: clip each element of the true gradient to this, after `max_grad_norm`.
         skip_nonfinite: leave everything as it is when a gradient is NaN or infinite.
         needs_loss_scale: the loss scale must learn whether the gradients were finite.
+        veto: from the true norm to whether to leave everything as it is.
 
     Raises:
         OptimizerError: the optimizer holds none of the model's parameters, or a bound is not positive.
@@ -83,6 +85,7 @@ class Update:
         max_grad_value: float | None = None,
         skip_nonfinite: bool = True,
         needs_loss_scale: bool = False,
+        veto: Callable[[Any], Any] | None = None,
     ) -> None:
         for name, bound in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
             if bound is not None and not (isinstance(bound, (int, float)) and bound > 0):
@@ -93,7 +96,10 @@ class Update:
         self._guard = guard
         self._max_norm = max_grad_norm
         self._max_value = max_grad_value
+        if veto is not None and not callable(veto):
+            raise OptimizerError(f"veto must be a function of the gradient norm, not {describe(veto)}")
         self._skips = skip_nonfinite or needs_loss_scale
+        self._veto = veto
         self._stepped: set[Parameter] = set()
         self._is_stateful = False
 
@@ -147,6 +153,8 @@ class Update:
         gradients = dense_values(parameters)
         norm, all_finite, clipped, multiplier = self._measure(gradients, divisor)
         applied = is_valid & all_finite if self._skips else is_valid
+        if self._veto is not None:
+            applied = applied & host.negate(self._veto(norm))
         if isinstance(applied, Tensor) and self._folds and self._have_state(parameters):
             self._step(gradients, multiplier, applied)
         elif host.wait_for(applied):
@@ -158,7 +166,7 @@ class Update:
     def _measure(self, gradients: list[Tensor], divisor: Scalar) -> tuple[Scalar | None, Flag, Flag, Scalar]:
         """The true norm, whether all is finite, whether clipping bites, and the one multiplier."""
         multiplier: Scalar = 1.0 / divisor
-        if not self._skips and self._max_norm is None and self._max_value is None:
+        if not (self._skips or self._max_norm or self._max_value or self._veto):
             return None, True, False, multiplier
         norm = norm_of(gradients) / divisor
         all_finite = host.is_finite(norm)

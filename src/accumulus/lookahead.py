@@ -1,0 +1,86 @@
+"""`windows`: marks the last micro-batch of each window, by looking one ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from accumulus import pytree
+from accumulus.errors import BatchError, SplitError
+
+__all__ = ["IsLast", "windows"]
+
+
+class IsLast(int):
+    """Whether a micro-batch is the last of its window: true or false, and the number of samples it came with."""
+
+    num_samples: int | None
+
+    def __new__(cls, value: bool, num_samples: int | None) -> IsLast:
+        """Makes the flag of a micro-batch."""
+        flag = super().__new__(cls, value)
+        flag.num_samples = num_samples
+        return flag
+
+    def __repr__(self) -> str:
+        return str(bool(self))
+
+
+def windows(microbatches: Iterable[Any], *, size: int | Callable[[int], int]) -> Iterator[tuple[Any, IsLast]]:
+    """Marks the last micro-batch of every window, that of a short last window included.
+
+    Args:
+        microbatches: any iterable, of known length or not. Each pass over it begins a new window, so nothing leaks
+            from one epoch into the next.
+        size: micro-batches in a window; or a function of the window's number (from 0), to let batches grow.
+
+    Returns:
+        An iterator over each micro-batch and whether it is the last of its window. It looks one ahead, and holds no
+        more.
+
+    Raises:
+        SplitError: a size is not an integer of at least 1.
+
+    Example:
+        >>> [(part, bool(is_last)) for part, is_last in windows("abcde", size=2)]
+        [('a', False), ('b', True), ('c', False), ('d', True), ('e', True)]
+    """
+    size_of = size if callable(size) else lambda index: size
+    iterator = iter(microbatches)
+    present = next(iterator, _END)
+    index, left = 0, _checked(size_of(0))
+    while present is not _END:
+        following = next(iterator, _END)
+        left -= 1
+        is_last = left == 0 or following is _END
+        yield present, IsLast(is_last, _num_samples(present))
+        present = following
+        if is_last and present is not _END:
+            index += 1
+            left = _checked(size_of(index))
+
+
+_END: Any = object()
+
+
+def _checked(size: object) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise SplitError(f"a window's size is a number of micro-batches, an integer of at least 1, not {size!r}")
+    return size
+
+
+def _num_samples(microbatch: Any) -> int | None:
+    """Samples in a micro-batch: 1 for one without any first dimension, None where its tensors disagree."""
+    values = microbatch.values() if type(microbatch) is dict else microbatch
+    if isinstance(microbatch, Tensor):
+        return len(microbatch) if microbatch.ndim else 1
+    if isinstance(microbatch, (dict, list, tuple)):  # the usual ones, without a walk
+        lengths = {len(value) if isinstance(value, Tensor) and value.ndim else None for value in values}
+        if len(lengths) == 1 and None not in lengths:
+            return lengths.pop()
+    try:
+        return pytree.sliceable(microbatch).length
+    except BatchError:
+        return None if pytree.has_rows(microbatch) else 1
