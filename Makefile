@@ -39,7 +39,8 @@ types: setup
 docs: setup  ## runs the code of README.md and docs/
 	@$(BIN)/python -m pytest -q tests/test_docs.py
 
-bench: setup  ## measures, and writes the README's table
+bench: setup  ## measures, beside the peers it installs into .venv, and writes the README's table
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[peers]"
 	@$(BIN)/python benchmarks/run_all.py $(ARGS)
 
 clean:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import low_precision
 import overhead
+import streaming
 import update
 from timing import Rows, show
 
@@ -34,7 +35,7 @@ def measure_all() -> dict[str, object]:
     import accumulus
 
     rows: Rows = []
-    for script in (overhead, update, low_precision):
+    for script in (overhead, streaming, update, low_precision):
         print(f"measuring {script.__name__} ...", file=sys.stderr)
         rows += script.measure()
     return {

@@ -14,7 +14,6 @@ import accumulus as acc
 from .reference import relative_error
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-NOT_MARKED = "micro-batches are not marked as of varying length yet, so the first short one compiles anew"
 MICROBATCH = 4
 WIDTH = 6  # unlike MICROBATCH: dimensions of equal length would be taken for one and the same
 
@@ -139,15 +138,12 @@ class TestCompilations:
 
         assert self.count(form, what, precision, [8, 10, 11, 2, 3, 10], loss_fn) == 2
 
-    @pytest.mark.xfail(strict=True, reason=NOT_MARKED)
     def test_none_for_the_short_last_micro_batch(self, form, what, precision):
         assert self.count(form, what, precision, [10, 8, 11, 10]) == 1
 
-    @pytest.mark.xfail(strict=True, reason=NOT_MARKED)
     def test_none_for_the_short_last_batch(self, form, what, precision):
         """As at the end of an epoch."""
         assert self.count(form, what, precision, [8, 8, 6, 8]) == 1
 
-    @pytest.mark.xfail(strict=True, reason=NOT_MARKED)
     def test_one_for_a_single_sample_which_torch_always_compiles_by_itself(self, form, what, precision):
         assert self.count(form, what, precision, [9, 8, 9, 10]) == 2

@@ -605,3 +605,28 @@ class TestTwoWindowsAtOnce:
                 pass
         one.step()
         assert_same(by_hand.state_dict(), model.state_dict())
+
+
+def test_resumes_in_mid_window_where_the_optimizer_holds_more_than_the_model():
+    """Two models under one optimizer, and only the first is given as the model."""
+
+    def fresh():
+        torch.manual_seed(1)
+        models = nn.ModuleList([network(), nn.Linear(3, 3)])
+        return models, acc.Accumulator(models[0], torch.optim.SGD(models.parameters(), lr=1.0), precision="fp32")
+
+    def learn(models, accumulator, x, is_last):
+        with accumulator.microbatch(is_last):
+            accumulator.backward(squares(lambda x: models[1](models[0](x)), x))
+
+    first, last = samples().split((3, 5))
+    models, accumulator = fresh()
+    learn(models, accumulator, first, False)
+    state = accumulator.state_dict()
+    learn(models, accumulator, last, True)
+    accumulator.step()
+    resumed, accumulator = fresh()
+    accumulator.load_state_dict(state)
+    learn(resumed, accumulator, last, True)
+    accumulator.step()
+    assert_same(models.state_dict(), resumed.state_dict())

@@ -96,6 +96,24 @@ def test_optimizers_inside_the_backward_pass():
         make_step(model, token_loss, torch.optim.SGD(model.parameters()))
 
 
+def test_wrapped_optimizers():
+    class Wrapped(torch.optim.Optimizer):
+        """As some trainers wrap one: a subclass that never called its parent's constructor."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        param_groups = property(lambda self: self.optimizer.param_groups)
+        state = property(lambda self: self.optimizer.state)
+
+        def step(self, closure=None):
+            self.optimizer.step()
+
+    model = nn.Linear(1, 1)
+    with pytest.raises(acc.OptimizerError, match="a Wrapped wraps an optimizer; pass the plain one"):
+        make_step(model, token_loss, Wrapped(torch.optim.SGD(model.parameters())))
+
+
 def test_pending_gradients_of_another_optimizers_half():
     model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
     step = make_step(model, lambda m, b: m[0](b).mean(), torch.optim.SGD(model[0].parameters(), lr=0.1))

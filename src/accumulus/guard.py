@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from accumulus.errors import UnsupportedError, WindowError
+from accumulus.errors import OptimizerError, UnsupportedError, WindowError
 from accumulus.types import Model, Optimizer
 
 __all__ = ["Guard", "StepRefusal"]
@@ -56,7 +56,11 @@ class Guard:
         self._gradient: Tensor | None = None
         self.is_watching = False
         if hasattr(optimizer, "register_step_pre_hook"):
-            optimizer.register_step_pre_hook(StepRefusal(self))
+            try:
+                optimizer.register_step_pre_hook(StepRefusal(self))
+            except AttributeError:  # a wrapper that inherits the method and not what it needs
+                kind = type(optimizer).__name__
+                raise OptimizerError(f"a {kind} wraps an optimizer; pass the plain one it was made of") from None
         for name, parameter in model.named_parameters():
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise UnsupportedError(
@@ -117,6 +121,10 @@ class Guard:
         self._gradient = None
         for parameter in self._parameters():
             parameter.grad = None
+
+    def parameters(self) -> list[Parameter]:
+        """All parameters of model and optimizer, once each, in a fixed order: what may hold a gradient."""
+        return list(dict.fromkeys(self._parameters()))
 
     def _parameters(self) -> Iterator[Parameter]:
         yield from self._model_parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,6 +32,11 @@ class IsLast(int):
 def windows(microbatches: Iterable[Any], *, size: int | Callable[[int], int]) -> Iterator[tuple[Any, IsLast]]:
     """Marks the last micro-batch of every window, that of a short last window included.
 
+    After a `break` call `Accumulator.flush`, or the window goes on in the next loop.
+
+    Compiled models do not compile again for a short micro-batch: its tensors are marked as varying in their first
+    dimension. What copies them afterwards, as `.to(device)` does, loses the mark, and they compile once more.
+
     Args:
         microbatches: any iterable, of known length or not. Each pass over it begins a new window, so nothing leaks
             from one epoch into the next.
@@ -55,7 +61,7 @@ def windows(microbatches: Iterable[Any], *, size: int | Callable[[int], int]) ->
         following = next(iterator, _END)
         left -= 1
         is_last = left == 0 or following is _END
-        yield present, IsLast(is_last, _num_samples(present))
+        yield pytree.mark_varying(present), _flag(is_last, _num_samples(present))
         present = following
         if is_last and present is not _END:
             index += 1
@@ -73,14 +79,27 @@ def _checked(size: object) -> int:
 
 def _num_samples(microbatch: Any) -> int | None:
     """Samples in a micro-batch: 1 for one without any first dimension, None where its tensors disagree."""
-    values = microbatch.values() if type(microbatch) is dict else microbatch
-    if isinstance(microbatch, Tensor):
-        return len(microbatch) if microbatch.ndim else 1
-    if isinstance(microbatch, (dict, list, tuple)):  # the usual ones, without a walk
-        lengths = {len(value) if isinstance(value, Tensor) and value.ndim else None for value in values}
-        if len(lengths) == 1 and None not in lengths:
-            return lengths.pop()
+    kind = type(microbatch)
+    values = microbatch.values() if kind is dict else microbatch if kind in (tuple, list) else (microbatch,)
+    found = -1
+    for value in values:  # the usual ones, without a walk
+        if isinstance(value, Tensor):
+            length = value.size(0) if value.ndim else found
+            if found not in (-1, length):
+                return None
+            found = length
+        elif type(value) not in pytree.PLAIN_TYPES and not (type(value) in (list, tuple) and pytree.is_plain(value)):
+            return _walked(microbatch)
+    return found if found >= 0 else 1
+
+
+def _walked(microbatch: Any) -> int | None:
     try:
         return pytree.sliceable(microbatch).length
     except BatchError:
         return None if pytree.has_rows(microbatch) else 1
+
+
+@functools.lru_cache(maxsize=256)
+def _flag(value: bool, num_samples: int | None) -> IsLast:
+    return IsLast(value, num_samples)

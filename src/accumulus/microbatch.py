@@ -107,7 +107,14 @@ class Microbatches:
 
     __slots__ = ("_device", "_pieces", "batch", "num_samples", "sizes")
 
-    def __init__(self, batch: Any, split: Split, device: torch.device, *, collate: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self,
+        batch: Any,
+        split: Split,
+        device: torch.device,
+        *,
+        collate: Callable[[Any], Any] | None,
+    ) -> None:
         if collate is not None and not callable(collate):
             raise BatchError(f"collate must be a function of a list of samples, not {describe(collate)}")
         self.batch = batch
@@ -133,10 +140,11 @@ class Microbatches:
         last = len(self.sizes) - 1
         moves = self._device.type != "cpu"
         for index, piece in enumerate(self._pieces):
-            yield to_device(piece, self._device) if moves else piece, index == last
+            part = to_device(piece, self._device) if moves else piece
+            yield pytree.mark_varying(part), index == last
 
 
-def to_device(tree: Any, device: torch.device) -> Any:
+def to_device(tree: Any, device: torch.device | str) -> Any:
     """The tree with its tensors on the device, copied without making the host wait.
 
     Args:
@@ -154,6 +162,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
         On CUDA, one copy into page-locked memory for tensors that are not there already: only from there is a
         copy truly asynchronous.
     """
+    device = torch.device(device)
     if device.type == "cpu":
         return tree
 

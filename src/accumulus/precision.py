@@ -105,7 +105,7 @@ class Precision:
             if self.compute is not None:
                 raise PrecisionError(f"torch has no autocast on {device.type!r}; use precision='fp32'")
             return nullcontext()
-        return _autocast(device, self.compute)
+        return _autocast(device, self.compute) if self.compute else _NoCasting(device)
 
     def check(self, model: Model) -> None:
         """Refuses a model whose trainable parameters would lose gradient in this precision.
@@ -191,6 +191,24 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContex
     # A dtype must be named even where it is off; the device's own default is always a valid one.
     chosen = dtype or torch.get_autocast_dtype(device.type)
     return torch.autocast(device.type, dtype=chosen, enabled=dtype is not None, cache_enabled=True)
+
+
+class _NoCasting(AbstractContextManager[None]):
+    """An outer autocast is off inside. Where there is none, as nearly always, it costs next to nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device.type
+        self._autocast = _autocast(device, None)
+        self._was_on = False
+
+    def __enter__(self) -> None:
+        self._was_on = torch.is_autocast_enabled(self._device)
+        if self._was_on:
+            self._autocast.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._was_on:
+            self._autocast.__exit__(*error)  # type: ignore[arg-type]
 
 
 class _TF32Region(AbstractContextManager[None]):

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import itertools
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from accumulus.errors import BatchError
 
-__all__ = ["Sliceable", "has_rows", "map_tensors", "sliceable"]
+__all__ = ["Sliceable", "has_rows", "map_tensors", "mark_varying", "sliceable"]
 
 Rebuild: TypeAlias = Callable[[Iterator[Any]], Any]
 """Makes a tree of the flattened one's shape, taking its leaves from an iterator."""
@@ -113,6 +114,41 @@ def has_rows(tree: Any) -> bool:
     return any(leaf.rows is not None and is_array(leaf.value) for leaf in leaves)
 
 
+def mark_varying(tree: Any) -> Any:
+    """Tells torch.compile that the number of rows may change, so that a short micro-batch is not compiled anew.
+
+    Soft marks: nothing fails where a model turns out to need a fixed number. torch always compiles a single row apart.
+
+    Args:
+        tree: a micro-batch; its tensors are marked, and not copied.
+
+    Returns:
+        The same tree.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    # Without it nothing can be compiled, and loading it would take a second.
+    if dynamo is not None and _was_used(dynamo):
+        _mark(tree, dynamo.maybe_mark_dynamic)
+    return tree
+
+
+def _was_used(dynamo: Any) -> bool:
+    """Whether anything was compiled in this process: else marks would only cost time. Yes where torch does not tell."""
+    backends = getattr(dynamo.eval_frame, "cached_backends", None)
+    return backends is None or any(backend is not None for backend in backends.values())
+
+
+def _mark(node: Any, mark: Callable[[Tensor, int], None]) -> None:
+    if isinstance(node, Tensor):
+        if node.ndim:
+            mark(node, 0)
+        return
+    if type(node) in (tuple, list) and (not node or type(node[0]) in PLAIN_TYPES):
+        return
+    for _, child in _children(node) or ():
+        _mark(child, mark)
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The tree with every tensor replaced by `function(tensor)`; unknown types stay as they are.
 
@@ -146,7 +182,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any, str], bool], *, strict: bool = Tr
 
     def visit(node: Any, path: str, in_list: bool) -> Rebuild:
         is_sequence = type(node) is tuple or isinstance(node, list)
-        is_entire = is_sequence and (_is_plain(node) or is_leaf(node, path))
+        is_entire = is_sequence and (is_plain(node) or is_leaf(node, path))
         children = None if is_entire else _children(node)
         if children is not None:
             inside = in_list or isinstance(node, list)
@@ -163,7 +199,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any, str], bool], *, strict: bool = Tr
     return leaves, visit(tree, "", False)
 
 
-def _is_plain(node: Any) -> bool:
+def is_plain(node: Any) -> bool:
     """Whether a list or tuple holds strings or numbers only, as a batch's names or lengths: not worth a walk."""
     return bool(node) and all(map(PLAIN_TYPES.__contains__, map(type, node)))
 

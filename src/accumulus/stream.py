@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from accumulus.engine import Engine
 from accumulus.errors import StateError, WindowError
@@ -26,11 +27,12 @@ class Region(AbstractContextManager[None]):
     """What `Accumulator.microbatch` gives: one object for all, because making one costs as much as entering it."""
 
     def __init__(self, accumulator: Accumulator) -> None:
-        self._accumulator = weakref.proxy(accumulator)
+        self._accumulator = weakref.ref(accumulator)  # weakly, so that one that is left behind warns at once
         self._sync: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
-        accumulator = self._accumulator
+        accumulator = self._accumulator()
+        assert accumulator is not None  # it made this object, and whoever enters it holds it
         if accumulator._is_inside:
             raise WindowError("a micro-batch is already open; leave its with block first")
         if accumulator._is_complete:
@@ -46,7 +48,8 @@ class Region(AbstractContextManager[None]):
         self._sync.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        accumulator = self._accumulator
+        accumulator = self._accumulator()
+        assert accumulator is not None  # as above
         assert self._sync is not None  # set by __enter__
         self._sync.__exit__(kind, error, trace)
         accumulator.window.region.__exit__(kind, error, trace)
@@ -180,6 +183,8 @@ class Accumulator(Engine):
     def backward(self, loss: Returned) -> None:
         """Runs a loss backward. Several calls in one micro-batch are several terms of it.
 
+        Losses of one graph go into one call, as a dict: the first backward pass frees the graph.
+
         Args:
             loss: a `Loss`, a bare scalar (the mean over the micro-batch's samples), or a dict of terms.
 
@@ -262,7 +267,7 @@ class Accumulator(Engine):
         if self._open is None or not gradients:
             return state
         whole = {"is_complete": self._is_complete, "num_samples": self._num_samples}
-        return state | {"window": save_window(self._open, self.model, self.device) | whole}
+        return state | {"window": save_window(self._open, self.window.guard.parameters(), self.device) | whole}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a saved state; one from the middle of a window goes on there, bit for bit.
@@ -277,11 +282,14 @@ class Accumulator(Engine):
         if self._open is not None:
             raise WindowError("load_state_dict was called inside a window; call step() or flush() first")
         saved = state.get("window")
-        if saved is not None and len(saved["gradients"]) != len(list(self.model.parameters())):
-            raise StateError(f"the state has {len(saved['gradients'])} gradients, and the model other parameters")
+        parameters = self.window.guard.parameters()
+        if saved is not None and len(saved["gradients"]) != len(parameters):
+            raise StateError(
+                f"the state has {len(saved['gradients'])} gradients, the model {len(parameters)} parameters"
+            )
         super().load_state_dict({name: value for name, value in state.items() if name != "window"})
         if saved is not None:
-            restore_window(self._begin(), saved, self.model, self.device)
+            restore_window(self._begin(), saved, parameters, self.device)
             self._is_complete, self._num_samples = bool(saved["is_complete"]), int(saved["num_samples"])
 
     def _abandon(self) -> None:
@@ -303,15 +311,17 @@ class Accumulator(Engine):
             )
 
 
-def save_window(window: Window, model: Any, device: torch.device) -> dict[str, Any]:
+def save_window(window: Window, parameters: Sequence[Parameter], device: torch.device) -> dict[str, Any]:
     """A window between two micro-batches: tallies, accumulated gradients, random states."""
-    gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+    gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
     return {**window.state_dict(), "gradients": gradients, "random": random_state(device)}
 
 
-def restore_window(window: Window, saved: Mapping[str, Any], model: Any, device: torch.device) -> None:
+def restore_window(
+    window: Window, saved: Mapping[str, Any], parameters: Sequence[Parameter], device: torch.device
+) -> None:
     """Goes on from what `save_window` gave, in a window that has just been opened."""
-    for parameter, gradient in zip(model.parameters(), saved["gradients"], strict=True):
+    for parameter, gradient in zip(parameters, saved["gradients"], strict=True):
         parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
     window.load_state_dict(saved)
     set_random_state(saved["random"], device)
