@@ -96,6 +96,15 @@ def test_optimizers_inside_the_backward_pass():
         make_step(model, token_loss, torch.optim.SGD(model.parameters()))
 
 
+def test_an_error_while_weighing_leaves_the_optimizer_free():
+    model = tokens_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = acc.TrainStep(model, optimizer, token_loss, precision="fp32", microbatch=1, weigh=lambda batch: -1)
+    with pytest.raises(acc.WeightError):
+        step(tokens_batch([3]))
+    optimizer.step()
+
+
 def test_wrapped_optimizers():
     class Wrapped(torch.optim.Optimizer):
         """As some trainers wrap one: a subclass that never called its parent's constructor."""

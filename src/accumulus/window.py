@@ -106,9 +106,9 @@ class WindowRules:
         """
         if self.is_open:
             raise WindowError("a step was called inside the loss function of the same step; use a step of its own")
-        self.guard.start()
         counted = batch if sizes is None else None if self.weigh is None else self.weigh(batch)
         known = None if counted is None else known_weights(counted)
+        self.guard.start()  # last: from here on the optimizer refuses to step, until the window ends
         return Window(self, sizes, Terms(known, self.on_empty), num_ranks)
 
 
