@@ -130,3 +130,10 @@ def test_pending_gradients_of_another_optimizers_half():
     with pytest.raises(acc.WindowError, match="'1.weight'"):
         step(torch.ones(2, 1))
     assert model[1].weight.grad is not None  # not ours to drop
+
+
+def test_layers_that_renorm_their_weights_in_the_forward_pass():
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 1))
+    step = make_step(model, lambda m, b: m(b).mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        assert step(torch.arange(4)).applied

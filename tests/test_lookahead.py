@@ -66,3 +66,14 @@ def test_flags_are_plain_in_print_and_comparison():
 def test_sizes_that_cannot_be(size):
     with pytest.raises(acc.SplitError, match="at least 1"):
         list(acc.windows(range(3), size=size))
+
+
+class Opaque:
+    def __init__(self):
+        self.x = torch.ones(3)
+
+
+@pytest.mark.parametrize("microbatch", [["a", "b"], [], None, {"t": ["a", "b"]}, Opaque(), (["a"], ["b"])])
+def test_what_is_not_certain_is_not_counted(microbatch):
+    ((_, flag),) = acc.windows([microbatch], size=1)
+    assert flag.num_samples is None

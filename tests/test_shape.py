@@ -42,8 +42,12 @@ def test_classes_are_small():
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
+                docs = [
+                    n for n in ast.walk(node) if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(n)
+                ]
                 length = node.end_lineno - node.lineno + 1
-                assert length <= 260, f"{path.name}: {node.name} has {length} lines, docstrings included"
+                length -= sum(n.body[0].end_lineno - n.body[0].lineno + 1 for n in docs)
+                assert length <= 200, f"{path.name}: {node.name} has {length} lines without docstrings"
                 public = [m.name for m in node.body if isinstance(m, ast.FunctionDef) and not m.name.startswith("_")]
                 assert len(public) <= 8, f"{path.name}: {node.name} has {public}"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
+import pickle
 import warnings
 
 import pytest
@@ -292,6 +294,25 @@ class TestResume:
         accumulator.flush()
 
 
+def test_functions_that_hear_of_a_step_are_heard_before_the_next_window(where):
+    """They may change the model: on a device too before its next forward pass."""
+    model = nn.Linear(3, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+
+    @torch.no_grad()
+    def clamp(result):
+        model.weight.clamp_(-0.1, 0.1)
+
+    accumulator = make(model, lr=0.5, fused=True, on_step=clamp)
+    losses = []
+    for x, is_last in acc.windows(torch.ones(3, 1, 3, dtype=torch.float64), size=1):
+        with accumulator.microbatch(is_last):
+            accumulator.backward(model(x).square().mean())
+        losses.append(float(accumulator.step().loss))
+    accumulator.settle()
+    assert losses == pytest.approx([9.0, 0.09, 0.09])
+
+
 class TestMisuse:
     """Each kind has its own sentence, and changes no parameter."""
 
@@ -411,8 +432,115 @@ class TestMisuse:
             raise KeyError("mine")
         assert all(p.grad is None for p in accumulator.model.parameters())
         assert_same(before, snapshot(accumulator.model))
-        self.one(accumulator, is_last=True)
+        with pytest.warns(UserWarning, match="1 micro-batches were dropped with their window, as KeyError"):
+            self.one(accumulator, is_last=True)
         assert accumulator.step().num_microbatches == 1
+
+    def test_an_error_in_backward_that_is_caught_inside_drops_the_window_too(self, accumulator):
+        """Its weight is in the tallies and its gradient is not."""
+
+        class Bad(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                raise MemoryError("no room")
+
+        before = snapshot(accumulator.model)
+        self.one(accumulator)
+        loss = token_loss(accumulator.model, tokens_batch([3]))
+        bad = acc.Loss(Bad.apply(loss.sum), loss.weight)
+        inside = accumulator.microbatch(True)
+        with pytest.raises(acc.WindowError, match="window was dropped"), inside, contextlib.suppress(MemoryError):
+            accumulator.backward(bad)
+        assert all(p.grad is None for p in accumulator.model.parameters())
+        assert_same(before, snapshot(accumulator.model))
+
+    def test_a_refused_nested_one_changes_nothing_of_the_open_one(self, accumulator):
+        with accumulator.microbatch(False, num_samples=4):
+            with pytest.raises(acc.WindowError, match="already open"):
+                accumulator.microbatch(True, num_samples=1)
+            accumulator.backward(token_loss(accumulator.model, tokens_batch([3])).sum)
+        assert accumulator.flush().weight == 4
+
+    def test_zero_grad_of_one_optimizer_of_several(self):
+        model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in model]
+        for optimizer in optimizers:
+            accumulator = acc.Accumulator(model, optimizers, precision="fp32")
+            with accumulator.microbatch(False, num_samples=1):
+                accumulator.backward((model[0](torch.ones(1, 1)) + model[1](torch.ones(1, 1))).mean())
+            optimizer.zero_grad()
+            with pytest.raises(acc.WindowError, match="gradients were changed"):
+                accumulator.flush()
+
+    def test_two_open_windows_that_share_a_parameter(self):
+        shared = nn.Linear(1, 1)
+        models = [nn.ModuleList([nn.Linear(1, 1), shared]) for _ in range(2)]
+        one, other = (make(model) for model in models)
+        one.begin()
+        with pytest.raises(acc.WindowError, match="another open window shares parameters"):
+            other.begin()
+        one.flush()
+        other.begin()
+        other.flush()
+
+    @pytest.mark.parametrize("size", ["4", -1, 2.0, True, torch.tensor(4)])
+    def test_numbers_of_samples_that_cannot_be(self, accumulator, size):
+        with pytest.raises(acc.WeightError, match="num_samples must be a number of samples"):
+            accumulator.microbatch(False, num_samples=size)
+
+    def test_a_term_given_twice_in_one_micro_batch(self, accumulator):
+        with pytest.raises(acc.LossError, match="given twice"), accumulator.microbatch(True):
+            for _ in range(2):
+                accumulator.backward({"a": token_loss(accumulator.model, tokens_batch([3]))})
+
+    def test_flush_inside(self, accumulator):
+        with pytest.raises(acc.WindowError, match="flush was called inside"), accumulator.microbatch(False):
+            accumulator.flush()
+
+    def test_a_construction_that_failed_is_deleted_in_silence(self):
+        with pytest.raises(TypeError):
+            acc.Accumulator(nn.Linear(1, 1))
+        gc.collect()
+
+    def test_a_state_that_does_not_fit_changes_nothing(self, accumulator):
+        self.one(accumulator)
+        state = accumulator.state_dict()
+        accumulator.flush()
+        model = nn.Sequential(nn.Embedding(17, 8), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 9)).double()
+        other = make(model)
+        before = other.state_dict()
+        bad = [
+            state,
+            state | {"window": {}},
+            state | {"window": state["window"] | {"unit": "x"}},
+            state | {"window": [1]},
+        ]
+        for wrong in bad:
+            with pytest.raises(acc.StateError, match="does not fit"):
+                other.load_state_dict(wrong)
+            assert other.state_dict() == before
+            assert all(p.grad is None for p in model.parameters())
+
+    def test_copies_are_accumulators_of_their_own(self, accumulator):
+        self.one(accumulator)
+        accumulator.flush()
+        for other in (copy.deepcopy(accumulator), pickle.loads(pickle.dumps(accumulator))):
+            before = snapshot(accumulator.model)
+            self.one(other, is_last=True)
+            assert other.step().applied
+            assert_same(before, snapshot(accumulator.model))
+
+    def test_hooks_go_with_their_accumulators(self):
+        model = tokens_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            acc.Accumulator(model, optimizer, precision="fp32")
+        gc.collect()
+        assert not optimizer._optimizer_step_pre_hooks
 
     def test_leaving_a_window_behind_warns_once_with_its_number(self):
         accumulator = make(tokens_model())
@@ -420,8 +548,7 @@ class TestMisuse:
         self.one(accumulator)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            del accumulator
-            gc.collect()
+            del accumulator  # at once, without the garbage collector
         assert len(caught) == 1
         assert "left with 2 micro-batches" in str(caught[0].message)
 
@@ -459,6 +586,16 @@ class TestAutocast:
             assert accumulator.step().applied
             found.append(model.state_dict())
         assert_same(found[0], found[1])
+
+    def test_a_region_that_the_user_switched_off_stays_off_after_backward(self):
+        model = nn.Linear(2, 2)
+        accumulator = make(model, precision="bf16")
+        with accumulator.microbatch(True, num_samples=3):
+            y = model(torch.ones(3, 2))
+            with torch.autocast("cpu", enabled=False):
+                accumulator.backward(y.float().mean())
+                assert model(torch.ones(3, 2)).dtype == torch.float32
+        accumulator.step()
 
     def test_user_code_between_micro_batches_runs_in_full_precision(self):
         model = nn.Linear(2, 2)

@@ -85,3 +85,28 @@ def test_what_cannot_be_together():
         acc.TrainStep(model, [*optimizers, optimizers[0]], loss_fn, precision="fp32", microbatch=1)
     with pytest.raises(acc.OptimizerError, match="empty list"):
         acc.TrainStep(model, [], loss_fn, precision="fp32", microbatch=1)
+
+
+def test_fused_ones_do_not_wait(accelerator, monkeypatch):
+    from accumulus import host
+
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 1)])
+    optimizers = [torch.optim.AdamW(m.parameters(), fused=True) for m in model]
+    step = acc.TrainStep(model, optimizers, loss_fn, precision="fp32", microbatch=2, max_grad_norm=1.0)
+    step(torch.ones(4, 3))
+    step.settle()
+    waits = []
+    monkeypatch.setattr(host, "wait_for", lambda flag: waits.append(flag) or bool(flag.tolist()))
+    step(torch.ones(4, 3))
+    assert waits == []
+
+
+def test_members_are_checked():
+    model, optimizers = build()
+    with pytest.raises(acc.UnsupportedError, match="LBFGS evaluates the loss itself"):
+        acc.TrainStep(
+            model, [optimizers[0], torch.optim.LBFGS(model[1].parameters())], loss_fn, precision="fp32", microbatch=1
+        )
+    with pytest.raises(acc.OptimizerError, match="optimizers must have param_groups"):
+        acc.TrainStep(model, [optimizers[0], None], loss_fn, precision="fp32", microbatch=1)

@@ -288,3 +288,27 @@ def test_skipping_the_first_step_makes_no_state(where):
     factor = 1.0
     assert step(torch.ones(2, 2)).applied
     assert optimizer.state[model.weight]["momentum_buffer"].tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("answer", [True, torch.tensor(True), torch.tensor([True]), torch.tensor([[1]])])
+def test_a_veto_may_answer_in_any_form_of_one_flag(where, answer):
+    model = nn.Linear(1, 1)
+    before = model.weight.clone()
+    step = acc.TrainStep(
+        model, torch.optim.SGD(model.parameters()), lambda m, b: m(b).mean(), precision="fp32", microbatch=1,
+        veto=lambda norm: answer,
+    )  # fmt: skip
+    assert not step(torch.ones(1, 1)).applied
+    assert torch.equal(before, model.weight)
+
+
+def test_a_veto_of_several_flags_is_refused():
+    model = nn.Linear(1, 1)
+    step = acc.TrainStep(
+        model, torch.optim.SGD(model.parameters()), lambda m, b: m(b).mean(), precision="fp32", microbatch=1,
+        veto=lambda norm: torch.tensor([True, False]),
+    )  # fmt: skip
+    with pytest.raises(acc.OptimizerError, match="one flag"):
+        step(torch.ones(1, 1))
+    with pytest.raises(acc.OptimizerError, match="veto must be a function"):
+        acc.TrainStep(model, torch.optim.SGD(model.parameters()), token_loss, precision="fp32", microbatch=1, veto=10)

@@ -90,8 +90,9 @@ class Engine:
         self.window = WindowRules(
             self.precision.region(self.device),
             autocast_device=self.device.type if self.precision.compute else None,
-            scale=self._scale_now,  # bound, not a lambda: a deep copy of the step must read its own
+            scale=self.ledger.scale_now,  # bound, not a lambda: a deep copy of the step must read its own
             guard=guard,
+            before_open=self.ledger.settle_for_listeners,
             weigh=weigh,
             on_empty=on_empty,
         )
@@ -136,9 +137,6 @@ class Engine:
             raise StateError(f"the saved reference weight must be above 0 and finite, not {reference}")
         self.ledger.load_state_dict({name: value for name, value in state.items() if name != "reference"})
         self.window.reference = reference
-
-    def _scale_now(self) -> float:
-        return float(self.ledger.loss_scale)
 
     def _finish(
         self, window: Window, totals: Totals, *, num_samples: int, started: float, cause: Callable[[], str] | None

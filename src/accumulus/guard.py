@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from accumulus.errors import OptimizerError, UnsupportedError, WindowError
+from accumulus.together import members
 from accumulus.types import Model, Optimizer
 
 __all__ = ["Guard", "StepRefusal"]
@@ -18,6 +19,9 @@ ADVICE = (
     "leave backward(), optimizer.step() and zero_grad() to accumulus, and take gradients that you need in the loss "
     "function with torch.autograd.grad()"
 )
+
+watching: weakref.WeakSet[Guard] = weakref.WeakSet()
+"""The guards of all windows that are open now: two windows must not add to the same gradient."""
 
 
 class StepRefusal:
@@ -29,50 +33,76 @@ class StepRefusal:
     def __call__(self, *_: Any) -> None:
         """What the optimizer calls before it steps."""
         guard = self._guard()
-        if guard is not None and guard.is_watching:
+        if guard is not None and guard in watching:
             raise WindowError(f"optimizer.step() was called inside a window, whose gradient is not whole yet; {ADVICE}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepRefusal:
+        guard = self._guard()
+        copied = None if guard is None else memo.get(id(guard))
+        return self if copied is None else StepRefusal(copied)
+
+
+class Watch:
+    """One parameter and its gradient, as the last backward pass left them."""
+
+    __slots__ = ("gradient", "parameter", "versions")
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.parameter = parameter
+        self.gradient: Tensor | None = None
+        self.versions = (parameter._version, 0)
+
+    def check(self) -> None:
+        """Refuses any change since then."""
+        gradient = self.parameter.grad
+        if gradient is not self.gradient or (gradient is not None and gradient._version != self.versions[1]):
+            raise WindowError(f"gradients were changed inside the window; {ADVICE}")
+        if self.parameter._version != self.versions[0]:
+            raise WindowError(f"parameters were changed inside the window; {ADVICE}")
+
+    def note(self) -> None:
+        """Takes note of what is there now."""
+        self.gradient = gradient = self.parameter.grad
+        self.versions = (self.parameter._version, 0 if gradient is None else gradient._version)
 
 
 class Guard:
-    """Watches one parameter during a window, and all of them at its start.
+    """Watches one parameter of each optimizer during a window, and all of them at its start.
 
     One is enough for what people really do in a loss function: `zero_grad()`, `backward()` and `step()` reach all. It
-    costs half a microsecond a micro-batch.
+    costs about a microsecond a micro-batch.
 
     Args:
         model: whose gradients are dropped, those that the optimizer does not use included.
         optimizer: with the parameters to watch.
 
     Raises:
+        OptimizerError: the optimizer only wraps another one.
         UnsupportedError: a parameter has a hook that runs when its gradient is accumulated.
     """
 
-    def __init__(self, model: Model, optimizer: Optimizer) -> None:
-        self._model = model
+    def __init__(self, model: Any, optimizer: Optimizer) -> None:
+        self._model: Model = model
         self._optimizer = optimizer
         self._model_parameters = tuple(model.parameters())
-        self._watched: Parameter | None = None
-        self._versions = (0, 0)
-        self._gradient: Tensor | None = None
-        self.is_watching = False
-        if hasattr(optimizer, "register_step_pre_hook"):
-            try:
-                optimizer.register_step_pre_hook(StepRefusal(self))
-            except AttributeError:  # a wrapper that inherits the method and not what it needs
-                kind = type(optimizer).__name__
-                raise OptimizerError(f"a {kind} wraps an optimizer; pass the plain one it was made of") from None
+        # Their forward pass changes them in place: no reason to complain.
+        renormed = [m.weight for m in model.modules() if getattr(m, "max_norm", None) and hasattr(m, "weight")]
+        self._unwatched = frozenset(renormed)
+        self._watches: list[Watch] = []
         for name, parameter in model.named_parameters():
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise UnsupportedError(
                     f"{name} has a post-accumulate-grad hook, which would see each micro-batch's part of the gradient, "
                     "scaled; remove it (an optimizer inside the backward pass cannot accumulate)"
                 )
+        for member in members(optimizer):
+            self._refuse_steps_of(member)
 
     def start(self) -> None:
         """Refuses to begin a window on top of gradients from elsewhere.
 
         Raises:
-            WindowError: a parameter already has a gradient.
+            WindowError: a parameter already has a gradient, or another open window will give it one.
         """
         held = {parameter for parameter in self._parameters() if parameter.grad is not None}
         if held:
@@ -82,11 +112,11 @@ class Guard:
                 f"{len(held)} parameters{example} already have a gradient, from another backward pass, which would be "
                 "added to this batch's; call optimizer.zero_grad() first, or return that loss as a term of this one"
             )
-        self.is_watching = True
-        self._gradient = None
-        self._watched = next((p for g in self._optimizer.param_groups for p in g["params"] if p.requires_grad), None)
-        if self._watched is not None:
-            self._versions = (self._watched._version, 0)
+        for other in watching:
+            if other is not self and not set(self.parameters()).isdisjoint(other.parameters()):
+                raise WindowError("another open window shares parameters with this one; step or flush it first")
+        self._watches = [Watch(parameter) for parameter in self._choose()]
+        watching.add(self)
 
     def check(self) -> None:
         """Before each backward pass.
@@ -94,33 +124,33 @@ class Guard:
         Raises:
             WindowError: gradients or parameters changed since the last one.
         """
-        watched = self._watched
-        if watched is None:
-            return
-        gradient = watched.grad
-        if gradient is not self._gradient or (gradient is not None and gradient._version != self._versions[1]):
-            raise WindowError(f"gradients were changed inside the window; {ADVICE}")
-        if watched._version != self._versions[0]:
-            raise WindowError(f"parameters were changed inside the window; {ADVICE}")
+        for watch in self._watches:
+            watch.check()
 
     def note(self) -> None:
         """After each backward pass: what it left is what the next one must find."""
-        if self._gradient is None and (self._watched is None or self._watched.grad is None):
-            self._watched = next((p for p in self._parameters() if p.grad is not None), self._watched)
-        watched = self._watched
-        if watched is not None and watched.grad is not None:
-            self._gradient = watched.grad
-            self._versions = (watched._version, watched.grad._version)
+        for watch in self._watches:
+            watch.note()
+        if all(watch.gradient is None for watch in self._watches):  # they take no part: watch one that does
+            other = next((p for p in self._parameters() if p.grad is not None and p not in self._unwatched), None)
+            if other is not None:
+                self._watches.append(Watch(other))
+                self._watches[-1].note()
 
     def stop(self) -> None:
         """At the window's end: from now on the optimizer may step."""
-        self.is_watching = False
+        watching.discard(self)
 
     def discard(self) -> None:
         """Drops all gradients, and forgets what was watched."""
-        self._gradient = None
+        self._watches = []
         for parameter in self._parameters():
             parameter.grad = None
+
+    def discard_own(self) -> None:
+        """Drops all gradients if they are still those of the window: a later one's are not ours to drop."""
+        if all(watch.parameter.grad is watch.gradient for watch in self._watches):
+            self.discard()
 
     def parameters(self) -> list[Parameter]:
         """All parameters of model and optimizer, once each, in a fixed order: what may hold a gradient."""
@@ -130,3 +160,21 @@ class Guard:
         yield from self._model_parameters
         for group in self._optimizer.param_groups:
             yield from group["params"]
+
+    def _choose(self) -> Iterator[Parameter]:
+        """The first parameter of each optimizer that can be watched."""
+        for member in members(self._optimizer):
+            own = (p for group in member.param_groups for p in group["params"])
+            first = next((p for p in own if p.requires_grad and p not in self._unwatched), None)
+            if first is not None:
+                yield first
+
+    def _refuse_steps_of(self, optimizer: Any) -> None:
+        if not hasattr(optimizer, "register_step_pre_hook"):
+            return
+        try:
+            handle = optimizer.register_step_pre_hook(StepRefusal(self))
+        except AttributeError:  # a wrapper that inherits the method and not what it needs
+            kind = type(optimizer).__name__
+            raise OptimizerError(f"a {kind} wraps an optimizer; pass the plain one it was made of") from None
+        weakref.finalize(self, handle.remove)

@@ -53,8 +53,8 @@ def at_least(value: Scalar, bound: float) -> Scalar:
 
 
 def negate(flag: Any) -> Flag:
-    """The opposite of a flag, or of whatever a user's function gave for one."""
-    return ~flag.bool() if isinstance(flag, Tensor) else not flag
+    """The opposite of a flag, or of whatever a user's function gave for one; a tensor must hold one element."""
+    return ~flag.reshape(()).bool() if isinstance(flag, Tensor) else not flag
 
 
 def wait_for(flag: Flag) -> bool:
@@ -79,6 +79,16 @@ def as_tensor(value: Scalar, like: Tensor, dtype: torch.dtype | None = None) -> 
 def as_wide(value: Scalar, like: Tensor) -> Tensor:
     """A scalar as a tensor on the other's device, in float64 where that has it."""
     return as_tensor(value, like, torch.float32 if like.device.type == "mps" else torch.float64)
+
+
+def to_cpu(value: Scalar) -> Scalar:
+    """For saving: a tensor moves to the CPU and stays one, so that a resumed run computes with the same dtypes."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def to_device(value: Scalar, device: torch.device) -> Scalar:
+    """What `to_cpu` saved, back on its device."""
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def as_flag(flag: Flag, like: Tensor) -> Tensor:

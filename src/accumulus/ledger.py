@@ -98,6 +98,15 @@ class Ledger:
         self.settle()
         return self._loss_scale
 
+    def scale_now(self) -> float:
+        """The next step's scale as a number. Waits for the last step where it is still running."""
+        return float(self.loss_scale)
+
+    def settle_for_listeners(self) -> None:
+        """Before a window: functions that hear of a step may change the model, so they must before its first pass."""
+        if self._on_step:
+            self.settle()
+
     def post(
         self,
         outcome: Outcome,

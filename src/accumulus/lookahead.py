@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -72,13 +73,13 @@ _END: Any = object()
 
 
 def _checked(size: object) -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
         raise SplitError(f"a window's size is a number of micro-batches, an integer of at least 1, not {size!r}")
-    return size
+    return int(size)
 
 
 def _num_samples(microbatch: Any) -> int | None:
-    """Samples in a micro-batch: 1 for one without any first dimension, None where its tensors disagree."""
+    """Samples in a micro-batch; 1 for a single number or string, None where it is not certain."""
     kind = type(microbatch)
     values = microbatch.values() if kind is dict else microbatch if kind in (tuple, list) else (microbatch,)
     found = -1
@@ -90,14 +91,16 @@ def _num_samples(microbatch: Any) -> int | None:
             found = length
         elif type(value) not in pytree.PLAIN_TYPES and not (type(value) in (list, tuple) and pytree.is_plain(value)):
             return _walked(microbatch)
-    return found if found >= 0 else 1
+    if found >= 0:
+        return found
+    return 1 if isinstance(microbatch, Tensor) or kind in pytree.PLAIN_TYPES else None
 
 
 def _walked(microbatch: Any) -> int | None:
     try:
         return pytree.sliceable(microbatch).length
     except BatchError:
-        return None if pytree.has_rows(microbatch) else 1
+        return None
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accumulus.errors import BatchError
 
-__all__ = ["Sliceable", "has_rows", "map_tensors", "mark_varying", "sliceable"]
+__all__ = ["Sliceable", "map_tensors", "mark_varying", "sliceable"]
 
 Rebuild: TypeAlias = Callable[[Iterator[Any]], Any]
 """Makes a tree of the flattened one's shape, taking its leaves from an iterator."""
@@ -106,12 +106,6 @@ def sliceable(batch: Any) -> Sliceable:
         )
         _rows_of(leaves)
     return Sliceable(length, leaves, rebuild)
-
-
-def has_rows(tree: Any) -> bool:
-    """Whether any tensor or array in a tree has a first dimension."""
-    leaves, _ = flatten(tree, _is_never_leaf, strict=False)
-    return any(leaf.rows is not None and is_array(leaf.value) for leaf in leaves)
 
 
 def mark_varying(tree: Any) -> Any:

@@ -59,7 +59,7 @@ class TrainStep(Engine):
         veto: `veto(grad_norm)` says whether to skip the step, as `lambda norm: norm > 10` does. On an accelerator the
             norm is a tensor without dimensions, and the answer may be one, so that nobody waits.
         on_step: called with each step's `StepResult` once it is known whether it was applied; one function or several.
-            On an accelerator that is before the next step's first backward pass.
+            On an accelerator that is when the next step begins, which then waits for the last one.
         device: where micro-batches go; by default where the model is.
 
     Raises:

@@ -13,11 +13,11 @@ import torch
 from torch.nn import Parameter
 
 from accumulus.engine import Engine
-from accumulus.errors import StateError, WindowError
+from accumulus.errors import LossError, StateError, WeightError, WindowError
 from accumulus.precision import Precision
 from accumulus.rng import random_state, set_random_state
 from accumulus.scaling import LossScale
-from accumulus.types import Optimizer, Returned, Scheduler, StepResult
+from accumulus.types import Optimizer, Returned, Scheduler, StepResult, describe
 from accumulus.window import Window
 
 __all__ = ["Accumulator"]
@@ -33,13 +33,11 @@ class Region(AbstractContextManager[None]):
     def __enter__(self) -> None:
         accumulator = self._accumulator()
         assert accumulator is not None  # it made this object, and whoever enters it holds it
-        if accumulator._is_inside:
-            raise WindowError("a micro-batch is already open; leave its with block first")
-        if accumulator._is_complete:
-            raise WindowError("the window's last micro-batch is done; call step() before the next one")
+        accumulator._check_may_enter()
         if accumulator._open is None:
             accumulator._begin()
-        accumulator._num_backwards = 0
+        accumulator._names = set()
+        accumulator._is_broken = False
         accumulator._is_inside = True
         # What runs between micro-batches may cast in another dtype, and torch keeps one copy of a weight, not two.
         torch.clear_autocast_cache()
@@ -54,9 +52,14 @@ class Region(AbstractContextManager[None]):
         self._sync.__exit__(kind, error, trace)
         accumulator.window.region.__exit__(kind, error, trace)
         accumulator._is_inside = False
-        if kind is not None or accumulator._open is None:
-            accumulator._abandon()
+        if kind is not None:
+            accumulator._abandon(because=f"{kind.__name__} was raised in the one after them")
             return
+        if accumulator._is_broken or accumulator._open is None:
+            accumulator._abandon()
+            raise WindowError(
+                "a backward pass failed in this micro-batch and went on: the window was dropped; run it again"
+            )
         accumulator._open.num_done += 1
         accumulator._num_samples += accumulator._size or 0
         accumulator._is_complete = accumulator._next_is_last
@@ -97,6 +100,8 @@ class Accumulator(Engine):
         1
     """
 
+    _open: Window | None = None  # here, so that one whose construction failed can be deleted
+
     def __init__(
         self,
         model: Any,
@@ -113,7 +118,6 @@ class Accumulator(Engine):
         on_step: Callable[[StepResult], object] | Sequence[Callable[[StepResult], object]] = (),
         device: torch.device | str | None = None,
     ) -> None:
-        self._open: Window | None = None
         super().__init__(
             model,
             optimizer,
@@ -136,7 +140,9 @@ class Accumulator(Engine):
         self._next_is_last = False
         self._num_samples = 0  # of the window
         self._size: int | None = None  # of the micro-batch
-        self._num_backwards = 0  # in the micro-batch
+        self._names: set[str] = set()  # of the terms in the micro-batch
+        self._is_broken = False
+        self._dropped = ""
         self._started = 0.0
 
     def begin(self, weights: Any = None) -> None:
@@ -174,11 +180,26 @@ class Accumulator(Engine):
             A context manager.
 
         Raises:
+            WeightError: `num_samples` is no number of samples.
             WindowError: micro-batches are nested, or the window is complete and waits for `step`.
         """
-        self._size = getattr(is_last, "num_samples", None) if num_samples is None else num_samples
-        self._next_is_last = bool(is_last)
+        self._check_may_enter()
+        if self._dropped:
+            warnings.warn(f"{self._dropped}; this one begins a new window", stacklevel=2)
+            self._dropped = ""
+        size = getattr(is_last, "num_samples", None) if num_samples is None else num_samples
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
+            raise WeightError(
+                f"num_samples must be a number of samples, an integer of at least 0, not {describe(size)}"
+            )
+        self._size, self._next_is_last = size, bool(is_last)
         return self._region
+
+    def _check_may_enter(self) -> None:
+        if self._is_inside:
+            raise WindowError("a micro-batch is already open; leave its with block first")
+        if self._is_complete:
+            raise WindowError("the window's last micro-batch is done; call step() before the next one")
 
     def backward(self, loss: Returned) -> None:
         """Runs a loss backward. Several calls in one micro-batch are several terms of it.
@@ -197,10 +218,19 @@ class Accumulator(Engine):
             raise WindowError(
                 "backward was called outside a micro-batch; use it inside: with accumulator.microbatch(is_last)"
             )
-        if self._num_backwards and not isinstance(loss, Mapping):
-            loss = {f"loss[{self._num_backwards}]": loss}
-        self._num_backwards += 1
-        self._open.backward(loss, self._size)
+        if self._names and not isinstance(loss, Mapping):
+            loss = {f"loss[{len(self._names)}]": loss}
+        names = set(loss) if isinstance(loss, Mapping) else {"loss"}
+        if not names.isdisjoint(self._names):
+            raise LossError(
+                f"the terms {sorted(names & self._names)} were given twice in one micro-batch; name them apart"
+            )
+        self._names |= names
+        try:
+            self._open.backward(loss, self._size)
+        except BaseException:
+            self._is_broken = True  # the tallies and the gradients no longer agree
+            raise
 
     def step(self) -> StepResult:
         """Applies the window's gradient.
@@ -241,10 +271,12 @@ class Accumulator(Engine):
         Raises:
             WindowError, WeightError, ScaleCollapseError: as `step`.
         """
+        if self._is_inside:
+            raise WindowError("flush was called inside a micro-batch; leave its with block first")
         if self._open is None or not self._open.num_done:
             self._abandon()
             return None
-        self._is_complete = not self._is_inside
+        self._is_complete = True
         return self.step()
 
     def state_dict(self, *, gradients: bool = True) -> dict[str, Any]:
@@ -281,34 +313,52 @@ class Accumulator(Engine):
         """
         if self._open is not None:
             raise WindowError("load_state_dict was called inside a window; call step() or flush() first")
-        saved = state.get("window")
-        parameters = self.window.guard.parameters()
-        if saved is not None and len(saved["gradients"]) != len(parameters):
-            raise StateError(
-                f"the state has {len(saved['gradients'])} gradients, the model {len(parameters)} parameters"
-            )
-        super().load_state_dict({name: value for name, value in state.items() if name != "window"})
-        if saved is not None:
-            restore_window(self._begin(), saved, parameters, self.device)
-            self._is_complete, self._num_samples = bool(saved["is_complete"]), int(saved["num_samples"])
+        rest = {name: value for name, value in state.items() if name != "window"}
+        if "window" not in state:
+            super().load_state_dict(rest)
+            return
+        before = super().state_dict()
+        window = self._begin()
+        try:
+            super().load_state_dict(rest)
+            restore_window(window, state["window"], self.window.guard.parameters(), self.device)
+            self._is_complete = bool(state["window"]["is_complete"])
+            self._num_samples = int(state["window"]["num_samples"])
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            self._abandon()
+            super().load_state_dict(before)
+            raise StateError(f"the saved window does not fit: {error}") from error
 
-    def _abandon(self) -> None:
+    def _abandon(self, because: str = "") -> None:
         """Drops an open window: nothing was changed, and no gradient is left behind."""
-        if self._open is not None:
-            self._open.end()
-            self._open = None
-            self.window.guard.discard()
-        self._is_complete = False
+        window, self._open, self._is_complete = self._open, None, False
+        if window is None:
+            return
+        window.end()
+        self.window.guard.discard()
+        if because and window.num_done:  # said at the next one: a warning now could hide the error
+            self._dropped = f"{window.num_done} micro-batches were dropped with their window, as {because}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles make a region of their own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_region"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._region = Region(self)
 
     def __del__(self) -> None:
-        num_left = 0 if self._open is None else self._open.num_done
-        if num_left:
-            self._abandon()
-            warnings.warn(
-                f"an Accumulator was left with {num_left} micro-batches that were never stepped; mark the last "
-                "one (acc.windows does), or call flush()",
-                stacklevel=2,
-            )
+        window = self._open
+        if window is None or not window.num_done:
+            return
+        self._open = None
+        window.end()
+        self.window.guard.discard_own()
+        warnings.warn(
+            f"an Accumulator was left with {window.num_done} micro-batches that were never stepped; mark the last one "
+            "(acc.windows does), or call flush()",
+            stacklevel=2,
+        )
 
 
 def save_window(window: Window, parameters: Sequence[Parameter], device: torch.device) -> dict[str, Any]:
@@ -321,6 +371,8 @@ def restore_window(
     window: Window, saved: Mapping[str, Any], parameters: Sequence[Parameter], device: torch.device
 ) -> None:
     """Goes on from what `save_window` gave, in a window that has just been opened."""
+    if len(saved["gradients"]) != len(parameters):
+        raise ValueError(f"it has {len(saved['gradients'])} gradients, for {len(parameters)} parameters here")
     for parameter, gradient in zip(parameters, saved["gradients"], strict=True):
         parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
     window.load_state_dict(saved)

@@ -32,14 +32,15 @@ class Tally:
         self.weights.append(weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain numbers; the seed is made anew."""
-        numbers = {name: [_number(value) for value in getattr(self, name)] for name in ("sums", "weights")}
-        return {**numbers, "share": _number(self.share)}
+        """Numbers, and CPU tensors for what lay on a device; the seed is made anew."""
+        lists = {name: [host.to_cpu(value) for value in getattr(self, name)] for name in ("sums", "weights")}
+        return {**lists, "share": host.to_cpu(self.share)}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Tally:
+    def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Tally:
         """The tally that was saved."""
-        return cls(list(state["sums"]), list(state["weights"]), share=state["share"])
+        sums, weights = ([host.to_device(value, device) for value in state[name]] for name in ("sums", "weights"))
+        return cls(sums, weights, share=host.to_device(state["share"], device))
 
     def total_weight(self) -> Weight:
         """The sum of the weights: a number if all of them are."""
@@ -82,11 +83,6 @@ def power_of_two(weight: Weight) -> Scalar:
 def is_zero(weight: Weight) -> bool:
     """Whether a weight is known on the host to be zero."""
     return not isinstance(weight, Tensor) and weight == 0
-
-
-def _number(value: Scalar) -> float:
-    number: Any = value.tolist() if isinstance(value, Tensor) else value
-    return number  # type: ignore[no-any-return]  # an int stays one
 
 
 def _any_on_device(values: list[Scalar]) -> bool:

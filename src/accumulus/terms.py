@@ -119,7 +119,7 @@ class Terms:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All tallies as plain numbers. Waits for the device."""
+        """All tallies."""
         return {
             "known": None if self.known is None else dict(self.known),
             "base": self.base,
@@ -127,11 +127,11 @@ class Terms:
             "metrics": {name: tally.state_dict() for name, tally in self.metrics.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Goes on from a saved state."""
         self.known, self.base = state["known"], state["base"]
-        self.tallies = {name: Tally.from_state(saved) for name, saved in state["terms"].items()}
-        self.metrics = {name: Tally.from_state(saved) for name, saved in state["metrics"].items()}
+        self.tallies = {name: Tally.from_state(saved, device) for name, saved in state["terms"].items()}
+        self.metrics = {name: Tally.from_state(saved, device) for name, saved in state["metrics"].items()}
 
     def mean_loss(self, weights: Mapping[str, Weight]) -> Scalar:
         """The sum over terms of their means; a term without elements counts for nothing, NaN where all are such."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from accumulus import host
 from accumulus.errors import OptimizerError, PrecisionError, UnsupportedError
 from accumulus.guard import Guard, StepRefusal
 from accumulus.host import Flag, Scalar
+from accumulus.together import members
 from accumulus.types import HALF_DTYPES, Model, Optimizer, describe
 
 __all__ = ["Report", "Update"]
@@ -154,7 +156,7 @@ class Update:
         norm, all_finite, clipped, multiplier = self._measure(gradients, divisor)
         applied = is_valid & all_finite if self._skips else is_valid
         if self._veto is not None:
-            applied = applied & host.negate(self._veto(norm))
+            applied = applied & host.negate(self._ask(norm))
         if isinstance(applied, Tensor) and self._folds and self._have_state(parameters):
             self._step(gradients, multiplier, applied)
         elif host.wait_for(applied):
@@ -162,6 +164,14 @@ class Update:
             self._stepped.update(parameters)
             self._is_stateful = bool(self.optimizer.state)
         return Report(grad_norm=norm, clipped=clipped, all_finite=all_finite, applied=applied, lr=lr)
+
+    def _ask(self, norm: Scalar | None) -> Any:
+        assert self._veto is not None
+        assert norm is not None  # a veto needs it, so it was taken
+        answer = self._veto(norm)
+        if isinstance(answer, Tensor) and answer.numel() != 1:
+            raise OptimizerError(f"veto must answer with one flag, not {describe(answer)}")
+        return answer
 
     def _measure(self, gradients: list[Tensor], divisor: Scalar) -> tuple[Scalar | None, Flag, Flag, Scalar]:
         """The true norm, whether all is finite, whether clipping bites, and the one multiplier."""
@@ -193,34 +203,42 @@ class Update:
         Hooks on its step would see multiplied gradients too late and skipped steps as real ones, so with them it is
         driven as any other optimizer.
         """
-        optimizer: Any = self.optimizer
-        before = optimizer.__dict__.get("_optimizer_step_pre_hooks", {}).values()
-        after = optimizer.__dict__.get("_optimizer_step_post_hooks")
-        if after or any(type(hook) is not StepRefusal for hook in before):
-            return False
-        return type(optimizer) in FOLDING and all(group.get("fused") for group in optimizer.param_groups)
+        return all(_folds(optimizer) for optimizer in members(self.optimizer))
 
     def _step(self, gradients: list[Tensor], multiplier: Scalar, applied: Tensor | None) -> None:
         """Steps the optimizer on the multiplied gradients; with `applied`, only if that is true on the device."""
-        optimizer: Any = self.optimizer
+        flags: dict[str, Tensor] = {}
         # grad_scale is float32 in the kernels: too coarse for float64, and value clipping needs the true gradient.
         if self._folds and self._max_value is None and all(g.dtype == torch.float32 for g in gradients):
-            optimizer.grad_scale = host.as_tensor(1.0 / multiplier, gradients[0], torch.float32)
+            flags["grad_scale"] = host.as_tensor(1.0 / multiplier, gradients[0], torch.float32)
         else:
             multiply_(gradients, multiplier)
             self._clip_values_(gradients)
         if applied is not None:
-            optimizer.found_inf = (~applied).float()
+            flags["found_inf"] = (~applied).float()
+        optimizers = members(self.optimizer) if flags else ()
+        for optimizer in optimizers:
+            optimizer.__dict__.update(flags)
         try:
-            optimizer.step()
+            self.optimizer.step()
         finally:
-            for name in ("grad_scale", "found_inf"):
-                optimizer.__dict__.pop(name, None)
+            for optimizer in optimizers:
+                for name in flags:
+                    optimizer.__dict__.pop(name, None)
 
     def _clip_values_(self, gradients: list[Tensor]) -> None:
         if self._max_value is not None:
             torch._foreach_clamp_min_(gradients, -self._max_value)
             torch._foreach_clamp_max_(gradients, self._max_value)
+
+
+def _folds(optimizer: Any) -> bool:
+    if type(optimizer) not in FOLDING or not all(group.get("fused") for group in optimizer.param_groups):
+        return False
+    before = optimizer.__dict__.get("_optimizer_step_pre_hooks", {}).values()
+    after = optimizer.__dict__.get("_optimizer_step_post_hooks")
+    everyones = getattr(sys.modules.get("torch.optim.optimizer"), "_global_optimizer_post_hooks", None)
+    return not (after or everyones or any(type(hook) is not StepRefusal for hook in before))
 
 
 def norm_of(gradients: list[Tensor], order: float = 2.0) -> Scalar:
@@ -307,11 +325,13 @@ def _check_optimizer(model: Model, optimizer: Optimizer) -> None:
         raise OptimizerError(
             f"optimizer must have param_groups and step(), as torch.optim's have, not {type(optimizer).__name__}"
         )
-    # LBFGS among them: its closure has no default, as it cannot step without one.
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    for member in members(optimizer):
+        # LBFGS among them: its closure has no default, as it cannot step without one.
+        closure = inspect.signature(member.step).parameters.get("closure")
+        if closure is None or closure.default is not inspect.Parameter.empty:
+            continue
         raise UnsupportedError(
-            f"{type(optimizer).__name__} evaluates the loss itself, through a closure, several times a step; "
+            f"{type(member).__name__} evaluates the loss itself, through a closure, several times a step; "
             "accumulus needs an optimizer that updates from .grad, such as AdamW or SGD"
         )
     _check_parameters(model, optimizer)

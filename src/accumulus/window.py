@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumulus import host
 from accumulus.errors import WeightError, WindowError
 from accumulus.guard import Guard
 from accumulus.host import Flag, Scalar
@@ -59,6 +60,7 @@ class WindowRules:
         autocast_device: device type whose autocast must be off in the backward pass; None where none is on.
         scale: gives the loss scale. Called as late as possible: just before the first backward pass.
         guard: notices gradients and parameters that change behind the window's back.
+        before_open: called before anything else of a window.
         weigh: counts the total weights of a batch before any forward pass.
         on_empty: "raise" or "skip": what a window of total weight zero does.
 
@@ -73,6 +75,7 @@ class WindowRules:
         autocast_device: str | None,
         scale: Callable[[], float],
         guard: Guard,
+        before_open: Callable[[], None],
         weigh: Callable[[Any], Any] | None = None,
         on_empty: str = "raise",
     ) -> None:
@@ -84,6 +87,7 @@ class WindowRules:
         self.autocast_device = autocast_device
         self.scale = scale
         self.guard = guard
+        self.before_open = before_open
         self.weigh = weigh
         self.on_empty = on_empty
         self.reference: Scalar | None = None  # the last window's weight per sample
@@ -106,6 +110,7 @@ class WindowRules:
         """
         if self.is_open:
             raise WindowError("a step was called inside the loss function of the same step; use a step of its own")
+        self.before_open()
         counted = batch if sizes is None else None if self.weigh is None else self.weigh(batch)
         known = None if counted is None else known_weights(counted)
         self.guard.start()  # last: from here on the optimizer refuses to step, until the window ends
@@ -241,11 +246,12 @@ class Window:
             torch.autograd.backward(roots, seeds)
             return
         # The bare switch, not a nested region: three microseconds less, and the cast weights stay cached.
+        was_on = torch.is_autocast_enabled(device)
         torch.set_autocast_enabled(device, False)
         try:
             torch.autograd.backward(roots, seeds)
         finally:
-            torch.set_autocast_enabled(device, True)
+            torch.set_autocast_enabled(device, was_on)
 
     def _divisor(self, base_weight: Weight) -> Scalar:
         if is_zero(base_weight) or self._unit is None:
@@ -260,21 +266,23 @@ class Window:
         return divisor
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the gradients, as plain values. Waits for the device."""
+        """Everything but the gradients, as numbers, and as CPU tensors what lay on a device."""
         like = self._like
         return {
             "num_done": self.num_done,
             "scale": self.scale,
-            "unit": None if self._unit is None else float(self._unit),
+            "unit": None if self._unit is None else host.to_cpu(self._unit),
             "like": None if like is None else (str(like.dtype).removeprefix("torch."), str(like.device)),
             **self.terms.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state, in a window that has just been opened."""
-        self.num_done, self.scale, self._unit = int(state["num_done"]), float(state["scale"]), state["unit"]
+        self.num_done, self.scale = int(state["num_done"]), float(state["scale"])
+        device = torch.device("cpu")
         if state["like"] is not None:
-            dtype, device = state["like"]
-            self._like = torch.zeros((), dtype=getattr(torch, dtype), device=device)
-        self.terms.load_state_dict(state)
+            dtype, device = getattr(torch, state["like"][0]), torch.device(state["like"][1])
+            self._like = torch.zeros((), dtype=dtype, device=device)
+        self._unit = None if state["unit"] is None else host.to_device(state["unit"], device)
+        self.terms.load_state_dict(state, device)
         self._rules.guard.note()
