@@ -52,18 +52,14 @@ class Watch:
         self.gradient: Tensor | None = None
         self.versions = (parameter._version, 0)
 
-    def check(self) -> None:
-        """Refuses any change since then."""
+    def note(self) -> bool:
+        """Takes note of what is there now; says whether there is a gradient."""
         gradient = self.parameter.grad
-        if gradient is not self.gradient or (gradient is not None and gradient._version != self.versions[1]):
-            raise WindowError(f"gradients were changed inside the window; {ADVICE}")
-        if self.parameter._version != self.versions[0]:
-            raise WindowError(f"parameters were changed inside the window; {ADVICE}")
-
-    def note(self) -> None:
-        """Takes note of what is there now."""
-        self.gradient = gradient = self.parameter.grad
-        self.versions = (self.parameter._version, 0 if gradient is None else gradient._version)
+        if gradient is None:
+            return False
+        self.gradient = gradient
+        self.versions = (self.parameter._version, gradient._version)
+        return True
 
 
 class Guard:
@@ -124,14 +120,19 @@ class Guard:
         Raises:
             WindowError: gradients or parameters changed since the last one.
         """
-        for watch in self._watches:
-            watch.check()
+        for watch in self._watches:  # in line: it runs in every micro-batch
+            gradient = watch.parameter.grad
+            if gradient is not watch.gradient or (gradient is not None and gradient._version != watch.versions[1]):
+                raise WindowError(f"gradients were changed inside the window; {ADVICE}")
+            if watch.parameter._version != watch.versions[0]:
+                raise WindowError(f"parameters were changed inside the window; {ADVICE}")
 
     def note(self) -> None:
         """After each backward pass: what it left is what the next one must find."""
+        sees = False
         for watch in self._watches:
-            watch.note()
-        if all(watch.gradient is None for watch in self._watches):  # they take no part: watch one that does
+            sees = watch.note() or sees
+        if not sees:  # they take no part: watch one that does
             other = next((p for p in self._parameters() if p.grad is not None and p not in self._unwatched), None)
             if other is not None:
                 self._watches.append(Watch(other))

@@ -55,14 +55,14 @@ def windows(microbatches: Iterable[Any], *, size: int | Callable[[int], int]) ->
         [('a', False), ('b', True), ('c', False), ('d', True), ('e', True)]
     """
     size_of = size if callable(size) else lambda index: size
-    iterator = iter(microbatches)
+    iterator, marks = iter(microbatches), pytree.is_compiling()
     present = next(iterator, _END)
     index, left = 0, _checked(size_of(0))
     while present is not _END:
         following = next(iterator, _END)
         left -= 1
         is_last = left == 0 or following is _END
-        yield pytree.mark_varying(present), _flag(is_last, _num_samples(present))
+        yield pytree.mark_varying(present) if marks else present, _flag(is_last, _num_samples(present))
         present = following
         if is_last and present is not _END:
             index += 1

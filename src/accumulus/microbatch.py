@@ -138,10 +138,10 @@ class Microbatches:
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yields each micro-batch on the device, and whether it is the last. Once only."""
         last = len(self.sizes) - 1
-        moves = self._device.type != "cpu"
+        moves, marks = self._device.type != "cpu", pytree.is_compiling()
         for index, piece in enumerate(self._pieces):
             part = to_device(piece, self._device) if moves else piece
-            yield pytree.mark_varying(part), index == last
+            yield pytree.mark_varying(part) if marks else part, index == last
 
 
 def to_device(tree: Any, device: torch.device | str) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accumulus.errors import BatchError
 
-__all__ = ["Sliceable", "map_tensors", "mark_varying", "sliceable"]
+__all__ = ["Sliceable", "is_compiling", "map_tensors", "mark_varying", "sliceable"]
 
 Rebuild: TypeAlias = Callable[[Iterator[Any]], Any]
 """Makes a tree of the flattened one's shape, taking its leaves from an iterator."""
@@ -120,14 +120,16 @@ def mark_varying(tree: Any) -> Any:
         The same tree.
     """
     dynamo = sys.modules.get("torch._dynamo")
-    # Without it nothing can be compiled, and loading it would take a second.
-    if dynamo is not None and _was_used(dynamo):
+    if dynamo is not None:
         _mark(tree, dynamo.maybe_mark_dynamic)
     return tree
 
 
-def _was_used(dynamo: Any) -> bool:
+def is_compiling() -> bool:
     """Whether anything was compiled in this process: else marks would only cost time. Yes where torch does not tell."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:  # loading it to ask would take a second
+        return False
     backends = getattr(dynamo.eval_frame, "cached_backends", None)
     return backends is None or any(backend is not None for backend in backends.values())
 

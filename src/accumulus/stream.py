@@ -17,7 +17,7 @@ from accumulus.errors import LossError, StateError, WeightError, WindowError
 from accumulus.precision import Precision
 from accumulus.rng import random_state, set_random_state
 from accumulus.scaling import LossScale
-from accumulus.types import Optimizer, Returned, Scheduler, StepResult, describe
+from accumulus.types import Loss, Optimizer, Returned, Scheduler, StepResult, describe
 from accumulus.window import Window
 
 __all__ = ["Accumulator"]
@@ -33,23 +33,26 @@ class Region(AbstractContextManager[None]):
     def __enter__(self) -> None:
         accumulator = self._accumulator()
         assert accumulator is not None  # it made this object, and whoever enters it holds it
-        accumulator._check_may_enter()
+        if accumulator._is_inside or accumulator._is_complete:
+            accumulator._check_may_enter()
         if accumulator._open is None:
             accumulator._begin()
-        accumulator._names = set()
+        accumulator._names.clear()
         accumulator._is_broken = False
         accumulator._is_inside = True
         # What runs between micro-batches may cast in another dtype, and torch keeps one copy of a weight, not two.
-        torch.clear_autocast_cache()
+        if accumulator.precision.compute is not None:
+            torch.clear_autocast_cache()
         accumulator.window.region.__enter__()
-        self._sync = accumulator.sync.only_if(accumulator._next_is_last)
-        self._sync.__enter__()
+        if accumulator.sync.reduces:
+            self._sync = accumulator.sync.only_if(accumulator._next_is_last)
+            self._sync.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         accumulator = self._accumulator()
         assert accumulator is not None  # as above
-        assert self._sync is not None  # set by __enter__
-        self._sync.__exit__(kind, error, trace)
+        if self._sync is not None:
+            self._sync.__exit__(kind, error, trace)
         accumulator.window.region.__exit__(kind, error, trace)
         accumulator._is_inside = False
         if kind is not None:
@@ -183,23 +186,21 @@ class Accumulator(Engine):
             WeightError: `num_samples` is no number of samples.
             WindowError: micro-batches are nested, or the window is complete and waits for `step`.
         """
-        self._check_may_enter()
+        if self._is_inside or self._is_complete:
+            self._check_may_enter()
         if self._dropped:
             warnings.warn(f"{self._dropped}; this one begins a new window", stacklevel=2)
             self._dropped = ""
         size = getattr(is_last, "num_samples", None) if num_samples is None else num_samples
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-            raise WeightError(
-                f"num_samples must be a number of samples, an integer of at least 0, not {describe(size)}"
-            )
+        if size is not None and (type(size) is not int or size < 0):
+            raise WeightError(f"num_samples must be a number of samples, an int of at least 0, not {describe(size)}")
         self._size, self._next_is_last = size, bool(is_last)
         return self._region
 
     def _check_may_enter(self) -> None:
         if self._is_inside:
             raise WindowError("a micro-batch is already open; leave its with block first")
-        if self._is_complete:
-            raise WindowError("the window's last micro-batch is done; call step() before the next one")
+        raise WindowError("the window's last micro-batch is done; call step() before the next one")
 
     def backward(self, loss: Returned) -> None:
         """Runs a loss backward. Several calls in one micro-batch are several terms of it.
@@ -218,19 +219,27 @@ class Accumulator(Engine):
             raise WindowError(
                 "backward was called outside a micro-batch; use it inside: with accumulator.microbatch(is_last)"
             )
-        if self._names and not isinstance(loss, Mapping):
-            loss = {f"loss[{len(self._names)}]": loss}
-        names = set(loss) if isinstance(loss, Mapping) else {"loss"}
-        if not names.isdisjoint(self._names):
-            raise LossError(
-                f"the terms {sorted(names & self._names)} were given twice in one micro-batch; name them apart"
-            )
-        self._names |= names
+        loss = self._named(loss)
         try:
             self._open.backward(loss, self._size)
         except BaseException:
             self._is_broken = True  # the tallies and the gradients no longer agree
             raise
+
+    def _named(self, loss: Returned) -> Returned:
+        """Gives the second bare loss of a micro-batch, and those after it, a name of its own."""
+        if type(loss) is Loss and not self._names:  # nearly always
+            self._names.add("loss")
+            return loss
+        if isinstance(loss, Mapping):
+            names = list(loss)
+        else:
+            names = ["loss"] if not self._names else [f"loss[{len(self._names)}]"]
+            loss = {names[0]: loss} if self._names else loss
+        if self._names and not self._names.isdisjoint(names):
+            raise LossError(f"the terms {names} were given twice in one micro-batch; name them apart")
+        self._names.update(names)
+        return loss
 
     def step(self) -> StepResult:
         """Applies the window's gradient.

@@ -62,7 +62,7 @@ class Terms:
         if tally is None:
             tally = self.tallies[name] = Tally()
         weight = loss.weight
-        if is_zero(weight):  # a sum over nothing, perhaps NaN: it must not reach any gradient
+        if not isinstance(weight, Tensor) and weight == 0:  # a sum over nothing, perhaps NaN: it must reach no gradient
             return None
         if not root.requires_grad:
             raise LossError(
@@ -71,7 +71,8 @@ class Terms:
             )
         if not tally.sums:
             self._begin(name, tally, weight)
-        tally.add(host.value_of(root), weight)
+        tally.sums.append(host.value_of(root))
+        tally.weights.append(weight)
         return tally
 
     def weights(self) -> dict[str, Weight]:

@@ -20,6 +20,9 @@ class GradSync(Protocol):
     averaged_over: int
     """Over how many ranks the wrapper averages gradients; 1 where it does not."""
 
+    reduces: bool
+    """Whether `only_if` does anything."""
+
     def only_if(self, is_last: bool) -> AbstractContextManager[object]:
         """Reduces the gradients of the backward passes inside only if `is_last`."""
 
@@ -28,6 +31,7 @@ class NoSync:
     """One rank: nothing to reduce."""
 
     averaged_over = 1
+    reduces = False
     _nothing: AbstractContextManager[object] = nullcontext()
 
     def only_if(self, is_last: bool) -> AbstractContextManager[object]:
