@@ -84,12 +84,15 @@ def _num_samples(microbatch: Any) -> int | None:
     values = microbatch.values() if kind is dict else microbatch if kind in (tuple, list) else (microbatch,)
     found = -1
     for value in values:  # the usual ones, without a walk
-        if isinstance(value, Tensor):
-            length = value.size(0) if value.ndim else found
+        of = type(value)
+        if of is Tensor and value.ndim:
+            length = value.size(0)
             if found not in (-1, length):
                 return None
             found = length
-        elif type(value) not in pytree.PLAIN_TYPES and not (type(value) in (list, tuple) and pytree.is_plain(value)):
+        elif of is Tensor:
+            continue
+        elif of not in pytree.PLAIN_TYPES and not (of in (list, tuple) and pytree.is_plain(value)):
             return _walked(microbatch)
     if found >= 0:
         return found

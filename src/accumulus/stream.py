@@ -28,6 +28,11 @@ class Region(AbstractContextManager[None]):
 
     def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = weakref.ref(accumulator)  # weakly, so that one that is left behind warns at once
+        self._region = accumulator.window.region
+        self._device = accumulator.device.type
+        self._casts = accumulator.precision.compute is not None
+        self._is_plain = str(accumulator.precision) == "fp32"
+        self._entered = False
         self._sync: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
@@ -40,10 +45,13 @@ class Region(AbstractContextManager[None]):
         accumulator._names.clear()
         accumulator._is_broken = False
         accumulator._is_inside = True
-        # What runs between micro-batches may cast in another dtype, and torch keeps one copy of a weight, not two.
-        if accumulator.precision.compute is not None:
+        if self._casts:
+            # What runs between micro-batches may cast in another dtype, and torch keeps one copy of a weight, not two.
             torch.clear_autocast_cache()
-        accumulator.window.region.__enter__()
+        # In fp32 there is only an outer autocast to switch off, and nearly never one.
+        self._entered = not self._is_plain or torch.is_autocast_enabled(self._device)
+        if self._entered:
+            self._region.__enter__()
         if accumulator.sync.reduces:
             self._sync = accumulator.sync.only_if(accumulator._next_is_last)
             self._sync.__enter__()
@@ -53,19 +61,19 @@ class Region(AbstractContextManager[None]):
         assert accumulator is not None  # as above
         if self._sync is not None:
             self._sync.__exit__(kind, error, trace)
-        accumulator.window.region.__exit__(kind, error, trace)
+        if self._entered:
+            self._region.__exit__(kind, error, trace)
         accumulator._is_inside = False
+        window = accumulator._open
         if kind is not None:
             accumulator._abandon(because=f"{kind.__name__} was raised in the one after them")
-            return
-        if accumulator._is_broken or accumulator._open is None:
+        elif accumulator._is_broken or window is None:
             accumulator._abandon()
-            raise WindowError(
-                "a backward pass failed in this micro-batch and went on: the window was dropped; run it again"
-            )
-        accumulator._open.num_done += 1
-        accumulator._num_samples += accumulator._size or 0
-        accumulator._is_complete = accumulator._next_is_last
+            raise WindowError("a backward pass failed in this micro-batch, so its window was dropped; run it again")
+        else:
+            window.num_done += 1
+            accumulator._num_samples += accumulator._size or 0
+            accumulator._is_complete = accumulator._next_is_last
 
 
 class Accumulator(Engine):
