@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
-import low_precision
-import overhead
-import streaming
-import update
 from timing import Rows, show
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
+SCRIPTS = ("overhead", "streaming", "update", "low_precision")
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
@@ -29,15 +27,25 @@ def cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
+def measure_apart(script: str) -> Rows:
+    """Each script in a process of its own, so that none runs on what another left behind."""
+    code = f"import json, {script}; print(json.dumps({script}.measure()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parent
+    )
+    rows: Rows = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
 def measure_all() -> dict[str, object]:
     import torch
 
     import accumulus
 
     rows: Rows = []
-    for script in (overhead, streaming, update, low_precision):
-        print(f"measuring {script.__name__} ...", file=sys.stderr)
-        rows += script.measure()
+    for script in SCRIPTS:
+        print(f"measuring {script} ...", file=sys.stderr)
+        rows += measure_apart(script)
     return {
         "rows": rows,
         "torch": torch.__version__,

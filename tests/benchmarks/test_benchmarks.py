@@ -57,3 +57,8 @@ def test_the_table_holds_every_row():
     rows = [{"what": "this", "against": "that", "ratio": 0.5, "bound": None}]
     results = {"rows": rows, "cpu": "some CPU", "num_threads": 2, "torch": "2", "why": "because"}
     assert "| this | that | **0.50** |  |" in run_all.table(results)
+
+
+def test_every_script_is_measured_by_make_bench():
+    scripts = {path.stem for path in Path(run_all.__file__).parent.glob("*.py")} - {"run_all", "timing"}
+    assert set(run_all.SCRIPTS) == scripts
