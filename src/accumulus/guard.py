@@ -52,15 +52,6 @@ class Watch:
         self.gradient: Tensor | None = None
         self.versions = (parameter._version, 0)
 
-    def note(self) -> bool:
-        """Takes note of what is there now; says whether there is a gradient."""
-        gradient = self.parameter.grad
-        if gradient is None:
-            return False
-        self.gradient = gradient
-        self.versions = (self.parameter._version, gradient._version)
-        return True
-
 
 class Guard:
     """Watches one parameter of each optimizer during a window, and all of them at its start.
@@ -131,12 +122,16 @@ class Guard:
         """After each backward pass: what it left is what the next one must find."""
         sees = False
         for watch in self._watches:
-            sees = watch.note() or sees
+            gradient = watch.parameter.grad
+            if gradient is not None:
+                watch.gradient = gradient
+                watch.versions = (watch.parameter._version, gradient._version)
+                sees = True
         if not sees:  # they take no part: watch one that does
             other = next((p for p in self._parameters() if p.grad is not None and p not in self._unwatched), None)
             if other is not None:
                 self._watches.append(Watch(other))
-                self._watches[-1].note()
+                self.note()
 
     def stop(self) -> None:
         """At the window's end: from now on the optimizer may step."""
