@@ -134,7 +134,7 @@ def installed_peers() -> dict[str, Callable[[nn.Module, list[Microbatch]], Calla
     return found
 
 
-def measure(rounds: int = 300) -> Rows:
+def measure(rounds: int = 600) -> Rows:
     microbatches = make_microbatches()
     sides: dict[str, Callable[[], object]] = {}
     cases: list[tuple[str, str, float | None]] = []  # of each row: whose time, with which optimizer, bound

@@ -71,12 +71,11 @@ def test_a_term_that_begins_with_weight_zero_needs_weigh(where, kind):
 @pytest.mark.parametrize("weigh", [None, lambda batch: {"a": 8, "b": 0}])
 def test_a_term_without_elements_is_left_out_or_refused(where, kind, weigh):
     pairs = as_given([(4, 0), (4, 0)], kind)
-    if weigh is None or kind is int:
-        step = make_step(two_terms(pairs), weigh=weigh, on_empty="skip")
-        a, *_ = applied_gradients(step, torch.arange(2))
-        assert a.item() == 1.0
-        assert float(step.last.loss) == 0.0
-        assert step.last.applied
+    step = make_step(two_terms(pairs), weigh=weigh, on_empty="skip")
+    a, *_ = applied_gradients(step, torch.arange(2))
+    assert a.item() == 1.0
+    assert float(step.last.loss) == 0.0
+    assert step.last.applied
     step = make_step(two_terms(pairs), weigh=weigh)
     with pytest.raises(acc.WeightError, match="'b'"):
         step(torch.arange(2))
@@ -86,10 +85,18 @@ def test_a_term_without_elements_is_left_out_or_refused(where, kind, weigh):
 @pytest.mark.parametrize("kind", [int, torch.tensor])
 def test_the_first_term_may_be_the_empty_one(where, kind):
     pairs = as_given([(0, 4), (0, 4)], kind)
-    if kind is int:
-        step = make_step(two_terms(pairs), on_empty="skip", weigh=lambda batch: {"a": 0, "b": 8})
-        *_, b = applied_gradients(step, torch.arange(2))
-        assert b.item() == 2.0
+    step = make_step(two_terms(pairs), on_empty="skip", weigh=lambda batch: {"a": 0, "b": 8})
+    *_, b = applied_gradients(step, torch.arange(2))
+    assert b.item() == 2.0
+    assert step.last.applied
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_a_term_that_weigh_says_is_empty_and_is_not(where, kind):
+    step = make_step(two_terms(as_given([(4, 4)], kind)), on_empty="skip", weigh=lambda batch: {"a": 0, "b": 4})
+    with pytest.raises(acc.WeightError, match="weigh= counted"):
+        step(torch.arange(1))
+        step.settle()
 
 
 def test_weigh_that_counts_wrongly_is_told_so():

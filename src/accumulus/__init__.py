@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from accumulus.lookahead import windows
     from accumulus.microbatch import by_count, to_device
     from accumulus.precision import Precision
+    from accumulus.rng import random_state, set_random_state
     from accumulus.run.task import Task
     from accumulus.scaling import DynamicScale, NoScale, StaticScale
     from accumulus.step import TrainStep
@@ -44,6 +45,8 @@ _HOMES = {
     "Task": "run.task",
     "TrainStep": "step",
     "by_count": "microbatch",
+    "random_state": "rng",
+    "set_random_state": "rng",
     "to_device": "microbatch",
     "windows": "lookahead",
 }
@@ -71,6 +74,8 @@ __all__ = [
     "WeightError",
     "WindowError",
     "by_count",
+    "random_state",
+    "set_random_state",
     "to_device",
     "windows",
 ]

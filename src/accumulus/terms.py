@@ -165,11 +165,12 @@ class Terms:
             return
         if name not in self.known:
             raise WeightError(f"weigh= counted {sorted(self.known)} but the loss has a term {name!r}; count it too")
-        if not self.known[name] > 0:
-            raise WeightError(
-                f"weigh= counted 0 for the loss term {name!r}, which has elements; count what it divides by"
-            )
-        tally.share = self.known[self.base] / self.known[name]
+        if self.known[name] > 0:
+            tally.share = self.known[self.base] / self.known[name]
+        elif isinstance(weight, Tensor):  # it may well be zero too: `are_valid` will tell
+            tally.share = 0.0
+        else:
+            raise WeightError(f"weigh= counted 0 for the loss term {name!r}, which has elements; count them too")
 
     def _term_is_valid(self, name: str, tally: Tally, weight: Weight, base: Weight) -> Flag:
         may_be_empty = self._on_empty == "skip"

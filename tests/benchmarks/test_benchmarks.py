@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import low_precision
+import norm
 import overhead
 import run_all
 import timing
@@ -19,12 +20,13 @@ import update
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(update, "SHAPES", [(16, 16), (16,)])
+    monkeypatch.setattr(norm, "NUM_ELEMENTS", 1000)
     monkeypatch.setattr(low_precision, "WIDTH", 32)
     monkeypatch.setattr(low_precision, "NUM_BLOCKS", 1)
     monkeypatch.setattr(low_precision, "LENGTH", 4)
 
 
-@pytest.mark.parametrize("script", [overhead, update, low_precision], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [overhead, update, norm, low_precision], ids=lambda script: script.__name__)
 def test_every_benchmark_runs(script, capsys):
     rows = script.measure(rounds=1)
     assert all(row["ratio"] > 0 for row in rows)

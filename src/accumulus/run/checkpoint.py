@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from accumulus import random_state, set_random_state
 from accumulus.errors import UsageError
 from accumulus.run.batches import fingerprint
 from accumulus.run.parts import Run
@@ -105,18 +106,3 @@ def check_belongs(run: Run, state: Any, folder: Path) -> None:
         )
     if state["data"] != fingerprint(run.task.train_data):
         raise UsageError(f"--resume {folder}: the training samples have changed since; give it the same data")
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The global random state that dropout draws from, on the CPU and on the device."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Puts back what `random_state` gave, as far as this machine has it."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
