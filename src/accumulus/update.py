@@ -275,7 +275,7 @@ def norm_of(gradients: list[Tensor], order: float = 2.0) -> Scalar:
 
 
 def _square(gradient: Tensor) -> float:
-    """BLAS reads a contiguous gradient about twice as fast as the norm kernel does; in pieces its sum is exact enough."""
+    """BLAS reads a contiguous gradient twice as fast as the norm kernel does; in pieces its sum is exact enough."""
     if not gradient.is_contiguous():
         square: Any = torch.linalg.vector_norm(gradient, dtype=torch.float64).tolist()
         return float(square) ** 2
