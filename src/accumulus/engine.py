@@ -20,7 +20,7 @@ from accumulus.precision import Precision
 from accumulus.scaling import DynamicScale, LossScale, NoScale
 from accumulus.together import as_one
 from accumulus.types import Optimizer, Scheduler, StepResult, describe
-from accumulus.update import Report, Update
+from accumulus.update import Measured, Update
 from accumulus.window import Totals, Window, WindowRules
 
 __all__ = ["Engine"]
@@ -142,10 +142,17 @@ class Engine:
         self, window: Window, totals: Totals, *, num_samples: int, started: float, cause: Callable[[], str] | None
     ) -> StepResult:
         """Applies a window's gradients, and posts what came of it."""
-        report = self.update(totals.divisor, totals.is_valid)  # the only change of a parameter
-        result = make_result(totals, report, window.scale, num_samples=num_samples, started=started)
+        try:
+            measured = self.update.measure(totals.divisor, totals.is_valid)
+            # Before the parameters change: until here all can be run again, and afterwards nothing needs memory.
+            result = make_result(totals, measured, window.scale, num_samples=num_samples)
+            outcome = Outcome(measured.all_finite, measured.applied)
+            self.update.apply(measured)  # the only change of a parameter
+        finally:
+            self.window.guard.discard()
+        object.__setattr__(result, "seconds", time.perf_counter() - started)  # frozen for those who get it
         self.ledger.post(
-            Outcome(report.all_finite, report.applied),
+            outcome,
             result,
             problem=window.terms.explain if totals.is_valid is not True else str,
             cause=cause,
@@ -160,22 +167,22 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def make_result(totals: Totals, report: Report, scale: float, *, num_samples: int, started: float) -> StepResult:
-    """The result of a step, from what its window added up to and what its update did."""
+def make_result(totals: Totals, measured: Measured, scale: float, *, num_samples: int) -> StepResult:
+    """The result of a step, from what its window added up to and what its update is about to do."""
     like = totals.like
     return StepResult(
         loss=host.as_tensor(totals.loss, like, like.dtype),
-        grad_norm=None if report.grad_norm is None else host.as_tensor(report.grad_norm, like, like.dtype),
-        clipped=host.as_flag(report.clipped, like),
-        all_finite=host.as_flag(report.all_finite, like),
-        applied=host.as_flag(report.applied, like),
+        grad_norm=None if measured.grad_norm is None else host.as_tensor(measured.grad_norm, like, like.dtype),
+        clipped=host.as_flag(measured.clipped, like),
+        all_finite=host.as_flag(measured.all_finite, like),
+        applied=host.as_flag(measured.applied, like),
         loss_scale=scale,
         weight=totals.weight,
         num_microbatches=totals.num_microbatches,
         num_samples=num_samples,
         metrics={name: host.as_tensor(value, like) for name, value in totals.metrics.items()},
-        lr=report.lr,
-        seconds=time.perf_counter() - started,
+        lr=measured.lr,
+        seconds=0.0,
     )
 
 

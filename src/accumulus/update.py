@@ -2,6 +2,9 @@
 
 The gradient buffers hold the true gradient times `divisor`. Clipping and dividing make one multiplier, and the
 optimizer's own kernel applies it where it can, so the gradients are read once for the norm and once by the optimizer.
+
+It comes in two halves: `measure` changes nothing, so that whatever fails in it, or before the second half, can be run
+again; `apply` steps the optimizer.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +29,7 @@ from accumulus.host import Flag, Scalar
 from accumulus.together import members
 from accumulus.types import HALF_DTYPES, Model, Optimizer, describe
 
-__all__ = ["Report", "Update"]
+__all__ = ["Measured", "Update"]
 
 FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused kernels take `grad_scale` and `found_inf`."""
@@ -38,24 +42,33 @@ TINY = 1e-30
 
 BLAS_DTYPES = frozenset({torch.float32, torch.float64})
 
+Protect = Callable[[Sequence[Parameter]], AbstractContextManager[object]]
+"""Makes the context that the optimizer steps in, from the parameters that it is about to change."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What one update did: numbers and flags, or tensors without dimensions that may still be computing.
+class Measured:
+    """What one update is about to do: numbers and flags, or tensors without dimensions that may still be computing.
 
     Args:
         grad_norm: norm of the true gradient before clipping; None where it was not taken.
-        clipped: bool: the gradient was clipped.
-        all_finite: bool: every gradient was finite (True where that was not tested).
-        applied: bool: the optimizer's step took effect.
+        clipped: bool: the gradient is to be clipped.
+        all_finite: bool: every gradient is finite (True where that was not tested).
+        applied: bool: the optimizer's step is to take effect.
         lr: learning rate of the first parameter group.
+        parameters: those that have a gradient.
+        gradients: their dense values.
+        multiplier: what the gradients are to be multiplied by.
     """
 
-    grad_norm: Scalar | None
-    clipped: Flag
-    all_finite: Flag
-    applied: Flag
+    grad_norm: Scalar | None = 0.0
+    clipped: Flag = False
+    all_finite: Flag = True
+    applied: Flag = False
     lr: Scalar
+    parameters: Sequence[Parameter] = ()
+    gradients: Sequence[Tensor] = ()
+    multiplier: Scalar = 1.0
 
 
 class Update:
@@ -104,9 +117,10 @@ class Update:
         self._veto = veto
         self._stepped: set[Parameter] = set()
         self._is_stateful = False
+        self.protect: Protect = _unprotected
 
-    def __call__(self, divisor: Scalar, is_valid: Flag) -> Report:
-        """Applies the gradients that lie in the buffers, and drops them.
+    def __call__(self, divisor: Scalar, is_valid: Flag) -> Measured:
+        """Both halves: applies the gradients that lie in the buffers, and drops them.
 
         Args:
             divisor: what the buffers must be divided by.
@@ -121,15 +135,58 @@ class Update:
             optimizers that cannot skip on the device.
         """
         try:
-            parameters = self._participants()
-            lr = self._learning_rate()
-            if is_valid is not False and parameters:
-                return self._apply(parameters, divisor, is_valid, lr)
-            if is_valid is not False:
-                self._note_no_gradients()
-            return Report(grad_norm=0.0, clipped=False, all_finite=True, applied=False, lr=lr)
+            measured = self.measure(divisor, is_valid)
+            self.apply(measured)
+            return measured
         finally:
             self._guard.discard()
+
+    def measure(self, divisor: Scalar, is_valid: Flag) -> Measured:
+        """The first half: norm, finite test and multiplier. Changes nothing.
+
+        Args:
+            divisor: what the buffers must be divided by.
+            is_valid: whether there is an update to make.
+
+        Returns:
+            What `apply` takes.
+        """
+        parameters = self._participants()
+        lr = self._learning_rate()
+        if is_valid is False:
+            return Measured(lr=lr)
+        if not parameters:
+            self._note_no_gradients()
+            return Measured(lr=lr)
+        gradients = dense_values(parameters)
+        norm, all_finite, clipped, multiplier = self._measure(gradients, divisor)
+        applied = is_valid & all_finite if self._skips else is_valid
+        if self._veto is not None:
+            applied = applied & host.negate(self._ask(norm))
+        return Measured(
+            grad_norm=norm,
+            clipped=clipped,
+            all_finite=all_finite,
+            applied=applied,
+            lr=lr,
+            parameters=parameters,
+            gradients=gradients,
+            multiplier=multiplier,
+        )
+
+    def apply(self, measured: Measured) -> None:
+        """The second half: steps the optimizer, unless that is to be skipped. The gradients stay, multiplied.
+
+        Args:
+            measured: what was just measured.
+        """
+        applied, parameters = measured.applied, measured.parameters
+        if isinstance(applied, Tensor) and self._folds and self._have_state(parameters):
+            self._step(measured, applied)
+        elif host.wait_for(applied):
+            self._step(measured, None)
+            self._stepped.update(parameters)
+            self._is_stateful = bool(self.optimizer.state)
 
     def is_finite(self) -> bool:
         """Whether the gradients that lie in the buffers are all finite. Waits for the device."""
@@ -150,20 +207,6 @@ class Update:
     def _note_no_gradients(self) -> None:
         _check_parameters(self._model, self.optimizer)
         warnings.warn("no parameter of the optimizer took part in this window: nothing updated", stacklevel=4)
-
-    def _apply(self, parameters: list[Parameter], divisor: Scalar, is_valid: Flag, lr: Scalar) -> Report:
-        gradients = dense_values(parameters)
-        norm, all_finite, clipped, multiplier = self._measure(gradients, divisor)
-        applied = is_valid & all_finite if self._skips else is_valid
-        if self._veto is not None:
-            applied = applied & host.negate(self._ask(norm))
-        if isinstance(applied, Tensor) and self._folds and self._have_state(parameters):
-            self._step(gradients, multiplier, applied)
-        elif host.wait_for(applied):
-            self._step(gradients, multiplier, None)
-            self._stepped.update(parameters)
-            self._is_stateful = bool(self.optimizer.state)
-        return Report(grad_norm=norm, clipped=clipped, all_finite=all_finite, applied=applied, lr=lr)
 
     def _ask(self, norm: Scalar | None) -> Any:
         assert self._veto is not None
@@ -189,7 +232,7 @@ class Update:
             clipped = (norm_of(gradients, order=math.inf) * multiplier > self._max_value) | clipped
         return norm, all_finite, all_finite & clipped, multiplier
 
-    def _have_state(self, parameters: list[Parameter]) -> bool:
+    def _have_state(self, parameters: Sequence[Parameter]) -> bool:
         """Whether a step would make no new optimizer state: a skipped one must leave none behind."""
         state = self.optimizer.state
         return self._stepped.issuperset(parameters) and not (
@@ -205,9 +248,10 @@ class Update:
         """
         return all(_folds(optimizer) for optimizer in members(self.optimizer))
 
-    def _step(self, gradients: list[Tensor], multiplier: Scalar, applied: Tensor | None) -> None:
+    def _step(self, measured: Measured, applied: Tensor | None) -> None:
         """Steps the optimizer on the multiplied gradients; with `applied`, only if that is true on the device."""
         flags: dict[str, Tensor] = {}
+        gradients, multiplier = list(measured.gradients), measured.multiplier
         # grad_scale is float32 in the kernels: too coarse for float64, and value clipping needs the true gradient.
         if self._folds and self._max_value is None and all(g.dtype == torch.float32 for g in gradients):
             flags["grad_scale"] = host.as_tensor(1.0 / multiplier, gradients[0], torch.float32)
@@ -220,7 +264,8 @@ class Update:
         for optimizer in optimizers:
             optimizer.__dict__.update(flags)
         try:
-            self.optimizer.step()
+            with self.protect(measured.parameters):
+                self.optimizer.step()
         finally:
             for optimizer in optimizers:
                 for name in flags:
@@ -230,6 +275,13 @@ class Update:
         if self._max_value is not None:
             torch._foreach_clamp_min_(gradients, -self._max_value)
             torch._foreach_clamp_max_(gradients, self._max_value)
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def _unprotected(parameters: Sequence[Parameter]) -> AbstractContextManager[object]:
+    return _NOTHING
 
 
 def _folds(optimizer: Any) -> bool:
