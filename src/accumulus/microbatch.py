@@ -105,7 +105,7 @@ class Microbatches:
         SplitError: a rule of the user's own gave sizes that do not cover the batch.
     """
 
-    __slots__ = ("_device", "_pieces", "batch", "num_samples", "sizes")
+    __slots__ = ("_collate", "_device", "_tree", "batch", "num_samples", "sizes")
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Microbatches:
         if collate is not None and not callable(collate):
             raise BatchError(f"collate must be a function of a list of samples, not {describe(collate)}")
         self.batch = batch
-        tree = pytree.sliceable(batch) if collate is None else None
+        self._tree = tree = pytree.sliceable(batch) if collate is None else None
         self.num_samples = tree.length if tree is not None else _sample_count(batch)
         self.sizes = list(split.sizes(self.num_samples))
         whole = all(type(size) is int and size > 0 for size in self.sizes)
@@ -126,22 +126,25 @@ class Microbatches:
             raise SplitError(
                 f"{split!r} cut {self.num_samples} samples into {self.sizes}; they must be integers that add up"
             )
-        self._device = device
-        if tree is not None:
-            self._pieces = tree.cut(self.sizes)
-        elif collate is not None:
-            self._pieces = _collated(batch, self.sizes, collate)
+        self._device, self._collate = device, collate
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        """Yields each micro-batch on the device, and whether it is the last. Once only."""
+        """Yields each micro-batch on the device, and whether it is the last."""
         last = len(self.sizes) - 1
         moves, marks = self._device.type != "cpu", pytree.is_compiling()
-        for index, piece in enumerate(self._pieces):
+        for index, piece in enumerate(self._pieces()):
             part = to_device(piece, self._device) if moves else piece
             yield pytree.mark_varying(part) if marks else part, index == last
+
+
+    def _pieces(self) -> Iterator[Any]:
+        if self._tree is not None:
+            return self._tree.cut(self.sizes)
+        assert self._collate is not None  # without it there is a tree
+        return _collated(self.batch, self.sizes, self._collate)
 
 
 def to_device(tree: Any, device: torch.device | str) -> Any:

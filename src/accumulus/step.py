@@ -116,6 +116,7 @@ class TrainStep(Engine):
         self.loss_fn = loss_fn
         self.microbatch = choose_split(microbatch)
         self.collate = collate
+        self.driver: Callable[[Batch], StepResult] | None = None
 
     def __call__(self, batch: Batch) -> StepResult:
         """Learns from one batch.
@@ -134,39 +135,53 @@ class TrainStep(Engine):
             On an accelerator with a fused optimizer, no wait for this step's work: the last step's outcome is read
             just before the first backward pass. On others one wait, for whether the gradient is finite.
         """
+        return self.run(batch, self.split(batch)) if self.driver is None else self.driver(batch)
+
+    def run(self, batch: Batch, parts: Microbatches) -> StepResult:
+        """Learns from one batch that has been cut: the step itself.
+
+        Args:
+            batch: the whole batch, for `weigh`.
+            parts: its micro-batches, from `split`.
+
+        Returns:
+            What was done.
+
+        Raises:
+            AccumulusError: as a call.
+        """
         started = time.perf_counter()
-        parts = self.split(batch)
         with self.window.open(parts.sizes, batch, num_ranks=self.sync.averaged_over) as window:
             for part, is_last in parts:
                 with self.sync.only_if(is_last):
                     window.backward(self.loss_fn(self.model, part))
             totals = window.totals()
-        cause = functools.partial(self._find_cause, batch, window.scale)
+        cause = functools.partial(self._find_cause, batch, parts, window.scale)
         return self._finish(window, totals, num_samples=parts.num_samples, started=started, cause=cause)
 
-    def split(self, batch: Batch) -> Microbatches:
+    def split(self, batch: Batch, rule: Split | None = None) -> Microbatches:
         """The micro-batches that a batch is cut into.
 
         Args:
             batch: as for a step.
+            rule: how to cut it; the step's own where it is None.
 
         Returns:
-            An iterable, to be used once, with `num_samples` and the `sizes` of the micro-batches.
+            An iterable, with `num_samples` and the `sizes` of the micro-batches.
 
         Raises:
             BatchError: the batch cannot be cut.
             SplitError: a rule of your own gave sizes that do not cover the batch.
         """
-        return Microbatches(batch, self.microbatch, self.device, collate=self.collate)
+        return Microbatches(batch, rule or self.microbatch, self.device, collate=self.collate)
 
-    def _find_cause(self, batch: Batch, scale: float) -> str:
-        return find_cause(lambda tried: self._try(batch, tried), scale)
+    def _find_cause(self, batch: Batch, parts: Microbatches, scale: float) -> str:
+        return find_cause(lambda tried: self._try(batch, parts, tried), scale)
 
-    def _try(self, batch: Batch, scale: float) -> tuple[bool, bool]:
+    def _try(self, batch: Batch, parts: Microbatches, scale: float) -> tuple[bool, bool]:
         """Runs a batch at another loss scale and changes nothing: was the loss finite, were the gradients?"""
         rules = copy.copy(self.window)
         rules.scale = lambda: scale
-        parts = self.split(batch)
         try:
             with untouched(self.model, self.device), rules.open(parts.sizes, batch) as window:
                 for part, _ in parts:
