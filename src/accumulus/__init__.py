@@ -26,6 +26,7 @@ from accumulus.errors import (
 if TYPE_CHECKING:
     from accumulus import memory
     from accumulus.lookahead import windows
+    from accumulus.memory.recover import recover_from_oom
     from accumulus.microbatch import by_count, to_device
     from accumulus.precision import Precision
     from accumulus.rng import random_state, set_random_state
@@ -50,6 +51,7 @@ _HOMES = {
     "TrainStep": "step",
     "by_count": "microbatch",
     "memory": "memory",
+    "recover_from_oom": "memory.recover",
     "random_state": "rng",
     "set_random_state": "rng",
     "to_device": "microbatch",
@@ -84,6 +86,7 @@ __all__ = [
     "by_count",
     "memory",
     "random_state",
+    "recover_from_oom",
     "set_random_state",
     "to_device",
     "windows",

@@ -16,8 +16,6 @@
     ├── OutOfMemoryError (RuntimeError)    one sample alone does not fit in memory
     ├── CorruptStepError (RuntimeError)    an error in the middle of the update; parameters are not to be trusted
     ├── ScaleCollapseError (RuntimeError)  too many non-finite steps in a row; training has stopped
-    ├── OutOfMemoryError (RuntimeError)    not even one sample fits in memory; nothing was changed
-    ├── CorruptStepError (RuntimeError)    memory ran out in the middle of the optimizer's update; do not go on
     └── UnsupportedError (NotImplementedError)  a combination that is not built; the text says what to use instead
 
 Each message gives the value, the bound and the remedy. Catch by type; the texts may change.
@@ -96,14 +94,6 @@ class CorruptStepError(AccumulusError, RuntimeError):
 
 class ScaleCollapseError(AccumulusError, RuntimeError):
     """Too many steps in a row were non-finite. Parameters are as after the last applied step."""
-
-
-class OutOfMemoryError(AccumulusError, RuntimeError):
-    """Not even one sample fits in memory. Parameters, buffers and random states are as before the step."""
-
-
-class CorruptStepError(AccumulusError, RuntimeError):
-    """Memory ran out in the middle of the optimizer's update: parameters may be half updated. Load the last state."""
 
 
 class UnsupportedError(AccumulusError, NotImplementedError):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class BySize:
     """Micro-batches of `size` samples; the last one takes what is left."""
 
     size: int
+    unit: ClassVar[str] = "samples"
 
     def sizes(self, num_samples: int) -> Sequence[int]:
         """As many of `size` as fit, then the rest."""
@@ -46,6 +48,46 @@ class ByCount:
         count = min(self.count, num_samples)
         size, larger = divmod(num_samples, count)
         return [size + 1] * larger + [size] * (count - larger)
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """Another rule's micro-batches, those of more than `size` samples cut into as few nearly equal ones as will do."""
+
+    rule: Split
+    size: int
+
+    def sizes(self, num_samples: int) -> Sequence[int]:
+        """The rule's sizes, in order."""
+        sizes: list[int] = []
+        for whole in self.rule.sizes(num_samples):
+            sizes += ByCount(-(-whole // self.size)).sizes(whole)
+        return sizes
+
+
+def at_most(rule: Split, load: int) -> Split:
+    """A rule whose micro-batches are no larger than a load.
+
+    Args:
+        rule: any.
+        load: samples, at least 1.
+
+    Returns:
+        The rule itself where it is a plain number that is small enough.
+    """
+    if isinstance(rule, BySize):
+        return rule if rule.size <= load else BySize(load)
+    return AtMost(rule, load)
+
+
+def resized(rule: Split, load: int) -> Split:
+    """A rule of the same kind with another size.
+
+    Args:
+        rule: a number of samples.
+        load: samples, at least 1.
+    """
+    return BySize(load)
 
 
 def by_count(count: int) -> Split:
@@ -73,19 +115,16 @@ def choose_split(microbatch: object) -> Split:
     """The rule that the `microbatch` argument names.
 
     Args:
-        microbatch: samples per micro-batch, or a rule such as `by_count(8)`.
+        microbatch: samples per micro-batch, a rule such as `by_count(8)`, or "auto".
 
     Returns:
-        The rule.
+        The rule; for "auto" the one that what chooses sizes begins with.
 
     Raises:
-        SplitError: it is neither, or below 1, or `"auto"`, which is not built yet.
+        SplitError: it is neither, or below 1.
     """
     if microbatch == "auto":
-        raise SplitError(
-            "microbatch='auto' is not available yet; give the number of samples that fit in memory at once, "
-            "for example microbatch=32 (the result does not depend on it)"
-        )
+        return BySize(sys.maxsize)  # the whole batch, until a size has been chosen
     if callable(getattr(microbatch, "sizes", None)):
         return microbatch  # type: ignore[return-value]
     return BySize(_positive(microbatch, "microbatch takes a number of samples or a rule such as by_count(8)"))
@@ -105,7 +144,7 @@ class Microbatches:
         SplitError: a rule of the user's own gave sizes that do not cover the batch.
     """
 
-    __slots__ = ("_collate", "_device", "_tree", "batch", "num_samples", "sizes")
+    __slots__ = ("_collate", "_device", "_tree", "batch", "look", "num_samples", "sizes")
 
     def __init__(
         self,
@@ -127,6 +166,17 @@ class Microbatches:
                 f"{split!r} cut {self.num_samples} samples into {self.sizes}; they must be integers that add up"
             )
         self._device, self._collate = device, collate
+        self.look: Callable[[Any, int], None] | None = None  # sees each micro-batch and its samples before it runs
+
+    @property
+    def load(self) -> int:
+        """Samples in the largest micro-batch."""
+        return max(self.sizes)
+
+    @property
+    def sample_load(self) -> int:
+        """What the largest sample counts for in the load."""
+        return 1
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -136,6 +186,8 @@ class Microbatches:
         last = len(self.sizes) - 1
         moves, marks = self._device.type != "cpu", pytree.is_compiling()
         for index, piece in enumerate(self._pieces()):
+            if self.look is not None:
+                self.look(piece, self.sizes[index])
             part = to_device(piece, self._device) if moves else piece
             yield pytree.mark_varying(part) if marks else part, index == last
 

@@ -181,7 +181,7 @@ class Update:
             measured: what was just measured.
         """
         applied, parameters = measured.applied, measured.parameters
-        if isinstance(applied, Tensor) and self._folds and self._have_state(parameters):
+        if isinstance(applied, Tensor) and self._folds and self.has_state(parameters):
             self._step(measured, applied)
         elif host.wait_for(applied):
             self._step(measured, None)
@@ -232,7 +232,7 @@ class Update:
             clipped = (norm_of(gradients, order=math.inf) * multiplier > self._max_value) | clipped
         return norm, all_finite, all_finite & clipped, multiplier
 
-    def _have_state(self, parameters: Sequence[Parameter]) -> bool:
+    def has_state(self, parameters: Sequence[Parameter]) -> bool:
         """Whether a step would make no new optimizer state: a skipped one must leave none behind."""
         state = self.optimizer.state
         return self._stepped.issuperset(parameters) and not (

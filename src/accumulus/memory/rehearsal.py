@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from accumulus import pytree, rng
+from accumulus.microbatch import Split
 from accumulus.step import TrainStep
 
 __all__ = ["Pieces", "Rehearsal", "drop_gradients", "resized", "undisturbed"]
@@ -42,11 +43,12 @@ class Pieces:
 class Rehearsal(TrainStep):
     """A step that takes `Pieces`, and after the update settles nothing: no loss scale, no scheduler, no counters."""
 
-    def split(self, batch: Any) -> Any:
+    def split(self, batch: Any, rule: Split | None = None) -> Any:
         """The pieces themselves.
 
         Args:
             batch: `Pieces`.
+            rule: not used.
 
         Returns:
             The same.
