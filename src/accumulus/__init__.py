@@ -23,6 +23,7 @@ from accumulus.errors import (
 )
 
 if TYPE_CHECKING:
+    from accumulus.grouping import by_tokens
     from accumulus.lookahead import windows
     from accumulus.microbatch import by_count, to_device
     from accumulus.precision import Precision
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from accumulus.scaling import DynamicScale, NoScale, StaticScale
     from accumulus.step import TrainStep
     from accumulus.stream import Accumulator
-    from accumulus.types import Loss, StepResult
+    from accumulus.types import Loss, Metric, StepResult
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _HOMES = {
     "Accumulator": "stream",
     "DynamicScale": "scaling",
     "Loss": "types",
+    "Metric": "types",
     "NoScale": "scaling",
     "Precision": "precision",
     "StaticScale": "scaling",
@@ -47,6 +49,7 @@ _HOMES = {
     "Task": "run.task",
     "TrainStep": "step",
     "by_count": "microbatch",
+    "by_tokens": "grouping",
     "random_state": "rng",
     "set_random_state": "rng",
     "to_device": "microbatch",
@@ -61,6 +64,7 @@ __all__ = [
     "DynamicScale",
     "Loss",
     "LossError",
+    "Metric",
     "NoScale",
     "OptimizerError",
     "OutOfMemoryError",
@@ -78,6 +82,7 @@ __all__ = [
     "WeightError",
     "WindowError",
     "by_count",
+    "by_tokens",
     "random_state",
     "set_random_state",
     "to_device",

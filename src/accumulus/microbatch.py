@@ -1,10 +1,10 @@
-"""How a batch is cut: `by_count`, a plain number of samples, and the micro-batches that come of it."""
+"""How a batch is cut: `by_count`, a plain number of samples, and the micro-batches that come of a rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,14 +13,48 @@ from accumulus import pytree
 from accumulus.errors import BatchError, SplitError
 from accumulus.types import describe
 
-__all__ = ["Microbatches", "Split", "by_count", "choose_split", "to_device"]
+__all__ = ["Groups", "Microbatches", "Split", "by_count", "choose_split", "to_device"]
 
 
-class Split(Protocol):
+class SizeRule(Protocol):
     """A rule that says how many samples each micro-batch takes."""
 
     def sizes(self, num_samples: int) -> Sequence[int]:
         """Samples in each micro-batch, in order; at least 1 each, `num_samples` in all."""
+
+
+class GroupRule(Protocol):
+    """A rule that looks at the batch and says which samples run together."""
+
+    def groups(self, batch: Any) -> Groups:
+        """The groups of a batch: a `pytree.Sliceable`; with `collate`, the sequence of samples."""
+
+
+Split: TypeAlias = "SizeRule | GroupRule"
+"""What `TrainStep(microbatch=...)` takes beside a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Which samples run together, and how much of them.
+
+    Args:
+        order: the samples' places in the batch, in the order in which they run.
+        sizes: samples in each micro-batch.
+        padded_lengths: to what length each micro-batch's samples are padded; empty where a rule does not know.
+        columns: what each micro-batch keeps of the other dimensions of padded tensors; None for all.
+    """
+
+    order: Sequence[int]
+    sizes: Sequence[int]
+    padded_lengths: Sequence[int] = ()
+    columns: pytree.Columns | None = None
+
+    @property
+    def peak_tokens(self) -> int | None:
+        """Tokens of the largest micro-batch, padding included; None where a rule does not know."""
+        tokens = [size * length for size, length in zip(self.sizes, self.padded_lengths, strict=False)]
+        return max(tokens, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +82,7 @@ class ByCount:
         return [size + 1] * larger + [size] * (count - larger)
 
 
-def by_count(count: int) -> Split:
+def by_count(count: int) -> ByCount:
     """Cuts every batch into `count` micro-batches of nearly equal size.
 
     A plain number (`microbatch=8`) is the other way to say it: 8 samples in each micro-batch.
@@ -73,7 +107,7 @@ def choose_split(microbatch: object) -> Split:
     """The rule that the `microbatch` argument names.
 
     Args:
-        microbatch: samples per micro-batch, or a rule such as `by_count(8)`.
+        microbatch: samples per micro-batch, or a rule such as `by_count(8)` or `by_tokens(8192)`.
 
     Returns:
         The rule.
@@ -86,7 +120,7 @@ def choose_split(microbatch: object) -> Split:
             "microbatch='auto' is not available yet; give the number of samples that fit in memory at once, "
             "for example microbatch=32 (the result does not depend on it)"
         )
-    if callable(getattr(microbatch, "sizes", None)):
+    if any(callable(getattr(microbatch, name, None)) for name in ("sizes", "groups")):
         return microbatch  # type: ignore[return-value]
     return BySize(_positive(microbatch, "microbatch takes a number of samples or a rule such as by_count(8)"))
 
@@ -94,18 +128,21 @@ def choose_split(microbatch: object) -> Split:
 class Microbatches:
     """The micro-batches of one batch: cut, collated and moved to the device one at a time, as they are used.
 
+    `order` is None where the samples run as they stand in the batch; else, for each position in run order, the
+    sample's place in the batch. `peak_tokens` is what a rule that groups by length counts of the largest micro-batch.
+
     Args:
         batch: a tree of tensors; with `collate`, a sequence of samples.
-        split: how many samples each micro-batch takes.
+        split: how many samples each micro-batch takes, or which.
         device: where the model lies.
         collate: makes a micro-batch of a list of samples.
 
     Raises:
         BatchError: the batch cannot be cut.
-        SplitError: a rule of the user's own gave sizes that do not cover the batch.
+        SplitError: the rule cannot group the batch; or one of the user's own does not cover it.
     """
 
-    __slots__ = ("_collate", "_device", "_tree", "batch", "num_samples", "sizes")
+    __slots__ = ("_collate", "_device", "_groups", "_tree", "batch", "num_samples", "order", "peak_tokens", "sizes")
 
     def __init__(
         self,
@@ -120,7 +157,14 @@ class Microbatches:
         self.batch = batch
         self._tree = tree = pytree.sliceable(batch) if collate is None else None
         self.num_samples = tree.length if tree is not None else _sample_count(batch)
-        self.sizes = list(split.sizes(self.num_samples))
+        self.order: list[int] | None = None
+        self.peak_tokens: int | None = None
+        self._groups: Groups | None = None
+        look = getattr(split, "groups", None)
+        if look is None:
+            self.sizes = list(split.sizes(self.num_samples))  # type: ignore[union-attr]
+        else:
+            self._follow(look(batch if tree is None else tree), split)
         whole = all(type(size) is int and size > 0 for size in self.sizes)
         if not whole or sum(self.sizes) != self.num_samples:
             raise SplitError(
@@ -139,12 +183,21 @@ class Microbatches:
             part = to_device(piece, self._device) if moves else piece
             yield pytree.mark_varying(part) if marks else part, index == last
 
+    def _follow(self, groups: Groups, split: Split) -> None:
+        """Takes over the groups that a rule made."""
+        self._groups = groups
+        self.order, self.sizes, self.peak_tokens = list(groups.order), list(groups.sizes), groups.peak_tokens
+        if sorted(self.order) != list(range(self.num_samples)):
+            raise SplitError(f"{split!r} must name each of {self.num_samples} samples once, not {self.order}")
 
     def _pieces(self) -> Iterator[Any]:
-        if self._tree is not None:
+        if self._tree is None:
+            assert self._collate is not None  # without it there is a tree
+            samples = self.batch if self.order is None else [self.batch[index] for index in self.order]
+            return _collated(samples, self.sizes, self._collate)
+        if self._groups is None:
             return self._tree.cut(self.sizes)
-        assert self._collate is not None  # without it there is a tree
-        return _collated(self.batch, self.sizes, self._collate)
+        return self._tree.pick(self._groups.order, self.sizes, self._groups.columns)
 
 
 def to_device(tree: Any, device: torch.device | str) -> Any:

@@ -43,8 +43,8 @@ class TrainStep(Engine):
             samples), or a dict of them (terms, each over its own count). A scalar is wrong where samples count for
             different numbers of elements, as with padding or `ignore_index`: return `Loss` or `Loss.mean` there.
         precision: "fp32" (no casting), "tf32", "bf16", "fp16", "auto" (what the device does fast), or a `Precision`.
-        microbatch: samples per micro-batch, or a rule such as `by_count(8)`. Must be given: "auto", the default, is
-            not available yet.
+        microbatch: samples per micro-batch, or a rule such as `by_count(8)` or `by_tokens(8192)`. Must be given:
+            "auto", the default, is not available yet.
         max_grad_norm: clip the 2-norm of the true gradient to this (`torch.nn.utils.clip_grad_norm_` clips to very
             slightly less: it adds 1e-6 to the norm).
         max_grad_value: clip each element of the true gradient to this.
@@ -151,7 +151,7 @@ class TrainStep(Engine):
             AccumulusError: as a call.
         """
         started = time.perf_counter()
-        with self.window.open(parts.sizes, batch, num_ranks=self.sync.averaged_over) as window:
+        with self.window.open(parts.sizes, batch, num_ranks=self.sync.averaged_over, order=parts.order) as window:
             for part, is_last in parts:
                 with self.sync.only_if(is_last):
                     window.backward(self.loss_fn(self.model, part))
