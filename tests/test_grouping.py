@@ -238,11 +238,10 @@ def test_one_warning_for_a_rule_and_its_copies():
     batch = pad(make_samples([30, 5]))
     rule = acc.by_tokens(16)
     step = make_step(rule)
-    with pytest.warns(UserWarning, match=r"sample 0 .* 30 tokens long .* max_tokens=16") as seen:
+    with pytest.warns(UserWarning, match=r"sample 0 .* 30 tokens long .* max_tokens=16"):
         step(batch)
-        step(batch)
-        make_step(dataclasses.replace(rule, max_tokens=8))(batch)
-    assert len(seen) == 1
+    step(batch)  # a second warning would be an error here
+    make_step(dataclasses.replace(rule, max_tokens=8))(batch)
     assert step.split(batch).sizes == [1, 1]
 
 

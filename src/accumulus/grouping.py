@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from accumulus.errors import BatchError, SplitError
+from accumulus.errors import SplitError
 from accumulus.lengths import lengths_of
 from accumulus.microbatch import Groups
 from accumulus.pytree import Sliceable
-from accumulus.trim import Padding, Trim, num_cut, padding_of, rows_kept, sequence_dimensions
+from accumulus.trim import Trim, num_cut, padding_of, rows_kept, sequence_dimensions
 from accumulus.types import describe
 
 __all__ = ["ByTokens", "by_tokens"]
@@ -93,23 +93,15 @@ class ByTokens:
                 "collate= and a list of samples"
             )
         padding = padding_of(tree, self.length)
-        groups, fault = self._trimmed(tree, padding)
-        if fault and padding.is_left and not padding.is_certain:  # not padding, but a prompt before the labels
-            groups, fault = self._trimmed(tree, padding.on_the_right())
-        if fault:
-            raise BatchError(fault)
-        return groups
-
-    def _trimmed(self, tree: Sliceable, padding: Padding) -> tuple[Groups, str]:
-        """The groups of padded tensors, and what speaks against trimming them so."""
         full = padding.full_length
         dimensions = sequence_dimensions(tree, full, self.trim)
         groups = self._grouped(padding.lengths(), full_length=full)
         by_row = rows_kept(groups.order, groups.sizes, groups.padded_lengths)
         if num_cut(full, by_row) < 2:  # one entry is too little to tell padding from a label, and saves nothing
-            return dataclasses.replace(groups, padded_lengths=[full] * len(groups.sizes)), ""
+            return dataclasses.replace(groups, padded_lengths=[full] * len(groups.sizes))
         trim = Trim(padding, dimensions, groups.padded_lengths)
-        return dataclasses.replace(groups, columns=trim), trim.fault(tree, by_row)
+        trim.check(tree, by_row)
+        return dataclasses.replace(groups, columns=trim)
 
     def _grouped(self, lengths: list[int], full_length: int | None = None) -> Groups:
         """Longest first, and as many as fit: each group is padded to its first sample."""
@@ -163,9 +155,9 @@ def by_tokens(
     Args:
         max_tokens: samples times padded length of a micro-batch, at most. A longer sample runs alone, with one warning.
         length: a function of a sample (with `collate`); or the name of a leaf, as a dotted path or its last part, that
-            is a mask (bool, or a name that ends in "mask": not zero is real) or labels (integers: -100 is padding).
-            None infers it: with `collate` from a sample's "attention_mask", "input_ids" or its own size; for tensors
-            from the leaf "attention_mask".
+            is a mask (bool, or a name that ends in "mask": not zero is real) or labels (integers: -100 at the end of a
+            sample is padding; padding on the left needs a mask). None infers it: with `collate` from a sample's
+            "attention_mask", "input_ids" or its own size; for tensors from the leaf "attention_mask".
         multiple_of: padded lengths are rounded up to a multiple of this, so that there are few different shapes; at
             most to the length the batch has. With `collate`, give what it rounds to.
         buckets: padded lengths to round up to instead. What is longer than all of them goes by `multiple_of`.
@@ -183,7 +175,7 @@ def by_tokens(
 
     Cost:
         Sorting, and for tensors a read of the trimmed leaves and a copy of each micro-batch's rows. Where the batch
-        lies on an accelerator, the host waits to read it: keep batches on the CPU, each micro-batch is moved from there.
+        lies on an accelerator, the host waits to read it: keep batches on the CPU, from where micro-batches are moved.
 
     Example:
         >>> rule = by_tokens(32, multiple_of=8)

@@ -54,9 +54,7 @@ def is_real(name: str, values: Any) -> Any:
     Raises:
         SplitError: it is neither.
     """
-    if values.dtype.kind == "b":
-        return values
-    if name.rpartition(".")[2].endswith("mask"):
+    if is_mask(name, values):
         if values.dtype.kind == "f" and (values < 0).any():
             raise SplitError(
                 f"the mask {name!r} holds {values.min():g}: lengths are read off masks that are 0 where there is "
@@ -69,6 +67,11 @@ def is_real(name: str, values: Any) -> Any:
             "(integers); name another leaf in length="
         )
     return values != IGNORED
+
+
+def is_mask(name: str, values: Any) -> bool:
+    """Whether a leaf is a mask: its numpy array is of dtype bool, or its name ends in "mask"."""
+    return values.dtype.kind == "b" or name.endswith("mask")
 
 
 def _field_length(sample: Any, name: str) -> int:
@@ -90,10 +93,8 @@ def _field_length(sample: Any, name: str) -> int:
     real = np.flatnonzero(is_real(name, values)) if values.size else values
     if not real.size:
         return 0
-    # What comes before the first label is a prompt more often than padding; before the first real entry of a mask it
-    # is padding on the left.
-    is_mask = values.dtype.kind == "b" or name.endswith("mask")
-    return int(real[-1]) + 1 - (int(real[0]) if is_mask else 0)
+    # What stands before the first label may be a prompt; before the first real entry of a mask it is padding.
+    return int(real[-1]) + 1 - (int(real[0]) if is_mask(name, values) else 0)
 
 
 def _inferred(sample: Any) -> int:
@@ -105,9 +106,9 @@ def _inferred(sample: Any) -> int:
     if is_sized or (isinstance(sample, list) and (not sample or pytree.is_plain(sample))):
         return len(sample)
     raise SplitError(
-        f"the length of a sample ({describe(sample)}) is not known: it has {_names(sample)}, but neither "
-        "'attention_mask' nor 'input_ids', and no size of its own; pass length=, a function of a sample or the name "
-        "of a mask or of labels"
+        f"the length of {describe(sample)} as a sample is not known: it has neither 'attention_mask' nor 'input_ids' "
+        f"nor a size of its own, but {_names(sample)}; pass length=, a function of a sample or the name of a mask or "
+        "of labels"
     )
 
 

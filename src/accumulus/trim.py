@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from accumulus import pytree
 from accumulus.errors import BatchError, SplitError
-from accumulus.lengths import IGNORED, is_real
+from accumulus.lengths import IGNORED, is_mask, is_real
 from accumulus.pytree import Leaf, Sliceable
 
 __all__ = ["Padding", "Trim", "padding_of", "sequence_dimensions"]
@@ -31,13 +30,11 @@ class Padding:
         leaf: the mask or the labels that say so.
         real: what is real and no padding; bool, of shape (samples, full length).
         is_left: the padding stands on the left of every sample, not on the right.
-        is_certain: a mask said so, and not labels, left of which may stand a prompt.
     """
 
     leaf: Leaf
     real: Any
     is_left: bool
-    is_certain: bool
 
     @property
     def full_length(self) -> int:
@@ -50,10 +47,6 @@ class Padding:
         lengths = np.where(self.real.any(1), self.full_length - columns.argmax(1), 0)
         return [int(length) for length in lengths]
 
-    def on_the_right(self) -> Padding:
-        """The same, read as padding on the right, by which nothing real is ever cut."""
-        return dataclasses.replace(self, is_left=False, is_certain=True)
-
 
 def padding_of(tree: Sliceable, name: str | None) -> Padding:
     """Finds where a batch is padded.
@@ -63,8 +56,9 @@ def padding_of(tree: Sliceable, name: str | None) -> Padding:
         name: of the mask or the labels: a dotted path, or its last part; None for "attention_mask".
 
     Returns:
-        Padding on the left where every sample ends at the last column and not all begin at the first, else on the
-        right.
+        Padding on the left where every sample of a mask ends at the last column and not all begin at the first; else
+        on the right, by which nothing real is ever cut. Of labels always on the right: what stands before the first
+        one may be a prompt.
 
     Raises:
         SplitError: there is no such leaf, or it is neither mask nor labels.
@@ -85,9 +79,8 @@ def padding_of(tree: Sliceable, name: str | None) -> Padding:
         values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     real = is_real(leaf.name, values)
     used = real[real.any(1)]
-    is_left = bool(used[:, -1].all()) and not bool(used[:, 0].all())
-    is_mask = values.dtype.kind == "b" or leaf.name.endswith("mask")
-    return Padding(leaf, real, is_left, is_certain=is_mask)
+    ends_last = bool(used[:, -1:].all()) and not bool(used[:, :1].all())
+    return Padding(leaf, real, is_left=ends_last and is_mask(leaf.name, values))
 
 
 def find_leaf(tree: Sliceable, name: str, argument: str) -> Leaf:
@@ -176,15 +169,15 @@ class Trim:
         start = full - kept if self.padding.is_left else 0
         return [(dimension, start, start + kept) for dimension in self.dimensions.get(leaf.path, ())]
 
-    def fault(self, tree: Sliceable, rows_kept: Any) -> str:
+    def check(self, tree: Sliceable, rows_kept: Any) -> None:
         """Looks at everything that would be cut off.
 
         Args:
             tree: the batch.
             rows_kept: how many columns of each sample of the batch are kept; an array of integers.
 
-        Returns:
-            One sentence on the first entry that is not padding; empty where all is.
+        Raises:
+            BatchError: some of it is not padding.
 
         Cost:
             Reads the trimmed leaves twice; a wait for each one that lies on an accelerator.
@@ -194,29 +187,21 @@ class Trim:
         kept = from_start < np.asarray(rows_kept)[:, None]
         for leaf in tree.leaves:
             if leaf.path in self.dimensions and leaf is not self.padding.leaf:
-                place = first_loss(leaf.value, kept, self.dimensions[leaf.path])
+                place = first_loss(leaf.value, kept, self.dimensions[leaf.path], is_left=self.padding.is_left)
                 if place is not None:
-                    return self._explain(leaf, place)
-        return ""
+                    raise BatchError(self._explain(leaf, place))
 
     def _explain(self, leaf: Leaf, place: tuple[int, int]) -> str:
         row, column = place
         padding = self.padding.leaf.name
-        others = [repr(path) for path in self.dimensions if path != leaf.path]
         return (
             f"batch{leaf.path} holds something at row {row}, column {column} that is not padding, though {padding!r} "
             "calls it so, and trimming would lose it: what is cut off must be one value everywhere (-100 in labels). "
             "Pad it so; or, if it has no sequence dimension, name the leaves that have one in trim= and leave it out"
-            + (f" (of {len(others) + 1} that are trimmed now)" if others else "")
         )
 
-    def check(self, tree: Sliceable, rows_kept: Any) -> None:
-        """Raises `BatchError` where anything but padding would be cut off."""
-        if fault := self.fault(tree, rows_kept):
-            raise BatchError(fault)
 
-
-def first_loss(value: Any, kept: Any, dimensions: tuple[int, ...]) -> tuple[int, int] | None:
+def first_loss(value: Any, kept: Any, dimensions: tuple[int, ...], *, is_left: bool) -> tuple[int, int] | None:
     """The first entry that would be cut off and is not padding.
 
     Padding is what is one value wherever it is cut, or what all samples have alike, as position ids are. Of a leaf
@@ -227,6 +212,7 @@ def first_loss(value: Any, kept: Any, dimensions: tuple[int, ...]) -> tuple[int,
         value: a tensor or array of all samples.
         kept: bool of shape (samples, full length).
         dimensions: those of `value` that are trimmed.
+        is_left: the padding stands on the left.
 
     Returns:
         Its row and its place along the last of the dimensions; None where all is padding.
@@ -237,9 +223,10 @@ def first_loss(value: Any, kept: Any, dimensions: tuple[int, ...]) -> tuple[int,
         region = region & spread(kept, value.ndim, dimension)
     if not region.any():
         return None
-    first = np.unravel_index(int(region.argmax()), region.shape)
+    far = np.flatnonzero(region)[0 if is_left else -1]  # far from what is real: if anything is padding, this is
+    place = [int(at) for at in np.unravel_index(far, region.shape)]
     where = tuple(
-        slice(int(at), int(at) + 1) if axis == 0 or axis in dimensions else slice(None) for axis, at in enumerate(first)
+        slice(at, at + 1) if axis == 0 or axis in dimensions else slice(None) for axis, at in enumerate(place)
     )
     pad = value[where]
     within = torch.from_numpy(region).to(value.device) if isinstance(value, Tensor) else region
