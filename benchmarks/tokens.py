@@ -77,7 +77,7 @@ def num_padded_tokens(step: acc.TrainStep, batches: list[Samples]) -> int:
     return sum(part["inputs"].numel() for batch in batches for part, _ in step.split(batch))
 
 
-def measure(rounds: int = 6) -> Rows:
+def measure(rounds: int = 3) -> Rows:
     shuffled = Batches(load_samples(), batch_size=BATCH_SIZE, seed=0)  # without length=, so not sorted
     batches = [shuffled[index] for index in range(min(NUM_BATCHES, shuffled.per_epoch))]
     longest = max(len(sample) for batch in batches for sample in batch)

@@ -82,6 +82,8 @@ def test_functions_that_give_no_length(bad):
         (5, None, "no fields"),
         ([[1], [2]], None, "length="),
         (torch.zeros(2, 3), None, "length="),
+        ({"input_ids": torch.zeros(1, 7)}, None, r"'input_ids' .*\(1, 7\).*one dimension"),
+        ({"input_ids": [[1, 2]]}, None, "'input_ids' .*a list"),
         ({"text": "abc"}, "mask", "no field 'mask'.*'text'"),
         ({"text": "abc"}, "text", "no length can be read"),
         ({"x": torch.zeros(2, 2)}, "x", "no length can be read"),

@@ -83,8 +83,12 @@ class ByTokens:
             BatchError: trimming would lose something.
         """
         if isinstance(batch, Sliceable):
-            return self._of_tensors(batch)
-        return self._grouped(lengths_of(batch, self.length))
+            groups = self._of_tensors(batch)
+        else:
+            groups = self._grouped(lengths_of(batch, self.length))
+        if groups.padded_lengths[0] > self.max_tokens:
+            self._tell_of(groups.order[0], groups.padded_lengths[0])
+        return groups
 
     def _of_tensors(self, tree: Sliceable) -> Groups:
         if self.length is not None and not isinstance(self.length, str):
@@ -113,17 +117,15 @@ class ByTokens:
             padded = self.padded_length(lengths[order[start]])
             if full_length is not None:
                 padded = min(padded, full_length)
-            if padded > self.max_tokens:
-                self._tell_of(order[start], lengths[order[start]], padded)
             sizes.append(min(max(1, self.max_tokens // padded), len(order) - start))
             padded_lengths.append(padded)
             start += sizes[-1]
         return Groups(order=order, sizes=sizes, padded_lengths=padded_lengths)
 
-    def _tell_of(self, index: int, length: int, padded: int) -> None:
+    def _tell_of(self, index: int, padded_length: int) -> None:
         """Raises or, once, warns: a sample is longer than the budget."""
         what = (
-            f"sample {index} of the batch is {length} tokens long ({padded} with padding), more than the "
+            f"sample {index} of the batch has {padded_length} tokens, padding included, more than the "
             f"max_tokens={self.max_tokens} of by_tokens"
         )
         if self.strict:

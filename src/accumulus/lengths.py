@@ -101,13 +101,23 @@ def _inferred(sample: Any) -> int:
     for name in ("attention_mask", "input_ids"):
         value = _field(sample, name, search=False)
         if value is not MISSING:
-            return _field_length(sample, name) if name == "attention_mask" else len(value)
-    is_sized = isinstance(sample, (bytes, str)) or (pytree.is_array(sample) and sample.ndim == 1)
-    if is_sized or (isinstance(sample, list) and (not sample or pytree.is_plain(sample))):
-        return len(sample)
+            return _field_length(sample, name) if name == "attention_mask" else _size(value, name)
+    return _size(sample, "")
+
+
+def _size(value: Any, name: str) -> int:
+    """The length of bytes, text, a list of numbers, or an array of one dimension."""
+    is_sized = isinstance(value, (bytes, str)) or (pytree.is_array(value) and value.ndim == 1)
+    if is_sized or (isinstance(value, list) and (not value or pytree.is_plain(value))):
+        return len(value)
+    if name:
+        raise SplitError(
+            f"the field {name!r} of a sample is {describe(value)}, which has no length of its own; make it a list of "
+            "numbers or a tensor of one dimension, or pass length="
+        )
     raise SplitError(
-        f"the length of {describe(sample)} as a sample is not known: it has neither 'attention_mask' nor 'input_ids' "
-        f"nor a size of its own, but {_names(sample)}; pass length=, a function of a sample or the name of a mask or "
+        f"the length of {describe(value)} as a sample is not known: it has neither 'attention_mask' nor 'input_ids' "
+        f"nor a size of its own, but {_names(value)}; pass length=, a function of a sample or the name of a mask or "
         "of labels"
     )
 

@@ -244,7 +244,7 @@ def _in_order(name: str, parts: list[Tensor], order: Sequence[int] | None) -> Te
         return whole
     places = torch.empty(len(order), dtype=torch.int64)
     places[torch.tensor(order)] = torch.arange(len(order))
-    return whole[places.to(whole.device, non_blocking=True)]
+    return whole.index_select(0, places.to(whole.device, non_blocking=True))
 
 
 def _ratio(base: Weight, weight: Weight) -> Scalar:

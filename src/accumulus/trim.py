@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -274,4 +273,4 @@ def rows_kept(order: Sequence[int], sizes: Sequence[int], kept: Sequence[int]) -
 
 def num_cut(full_length: int, by_row: Any) -> int:
     """How many columns are cut off, over all samples."""
-    return int(math.fsum(full_length - by_row))
+    return int((full_length - by_row).sum())
