@@ -7,7 +7,7 @@ import torch
 
 import accumulus as acc
 
-from .reference import relative_error, token_loss, tokens_batch, tokens_model, whole_batch
+from .reference import applied_gradients, relative_error, token_loss, tokens_batch, tokens_model, whole_batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +73,7 @@ def test_token_budgets_and_metrics_per_sample(where):
     """From the CPU without a wait; a batch that lies on the device is read, and gives the same."""
     batch = tokens_batch([3, 0, 90, 20, 41, 7])
     batch["tokens"] = torch.where(batch["labels"] == -100, 0, batch["tokens"])
-    model = tokens_model(torch.float64)
+    model = tokens_model(torch.float32)
     right = whole_batch(model, token_loss, batch)
 
     def loss_fn(model, part):
@@ -87,7 +87,7 @@ def test_token_budgets_and_metrics_per_sample(where):
     step = acc.TrainStep(model, optimizer, loss_fn, precision="fp32", microbatch=rule)
     batch = {name: leaf.to(where) for name, leaf in batch.items()}
     found = [gradient.cpu() for gradient in applied_gradients(step, batch)]
-    assert relative_error(found, right.gradients) <= 1e-12
+    assert relative_error(found, right.gradients) <= 5e-6
     assert step.last.metrics["count"].device.type == "cuda"
     assert step.last.metrics["count"].tolist() == [3, 0, 90, 20, 41, 7]
     torch.cuda.synchronize()
