@@ -64,7 +64,10 @@ def whole_batch(
     with torch.no_grad():
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter -= lr * factor * gradient
-    metrics = {name: float(s) / float(w) for term in terms.values() for name, (s, w) in (term.metrics or {}).items()}
+    pairs = {name: pair for term in terms.values() for name, pair in (term.metrics or {}).items()}
+    metrics = {
+        name: float(pair[0]) / float(pair[1]) for name, pair in pairs.items() if not isinstance(pair, acc.Metric)
+    }
     return Whole(float(loss.detach()), float(norm), [factor * g for g in gradients], metrics, model)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import accumulus as acc
 
-from .reference import relative_error, token_loss, tokens_batch, tokens_model, whole_batch
+from .reference import applied_gradients, relative_error, token_loss, tokens_batch, tokens_model, whole_batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,3 +66,33 @@ def test_a_non_finite_step_changes_nothing(precision, fused):
     assert not step(tokens_batch([3, 4])).applied
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(state, optimizer.state.values(), strict=True))
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_token_budgets_and_metrics_per_sample(where):
+    """From the CPU without a wait; a batch that lies on the device is read, and gives the same."""
+    batch = tokens_batch([3, 0, 90, 20, 41, 7])
+    batch["tokens"] = torch.where(batch["labels"] == -100, 0, batch["tokens"])
+    model = tokens_model(torch.float32)
+    right = whole_batch(model, token_loss, batch)
+
+    def loss_fn(model, part):
+        loss = token_loss(model, part)
+        counts = (part["labels"] != -100).sum(1)
+        return acc.Loss(loss.sum, loss.weight, metrics={"count": acc.Metric(counts, per_sample=True)})
+
+    model = model.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    rule = acc.by_tokens(100, length="labels")
+    step = acc.TrainStep(model, optimizer, loss_fn, precision="fp32", microbatch=rule)
+    batch = {name: leaf.to(where) for name, leaf in batch.items()}
+    found = [gradient.cpu() for gradient in applied_gradients(step, batch)]
+    assert relative_error(found, right.gradients) <= 5e-6
+    assert step.last.metrics["count"].device.type == "cuda"
+    assert step.last.metrics["count"].tolist() == [3, 0, 90, 20, 41, 7]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error" if where == "cpu" else "default")
+    try:
+        step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

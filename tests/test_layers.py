@@ -20,9 +20,12 @@ LAYERS = {
     "terms": 1,
     "guard": 1,
     "together": 1,
+    "lengths": 1,
+    "trim": 1,
     "precision": 2,
     "scaling": 2,
     "microbatch": 2,
+    "grouping": 2,
     "window": 2,
     "lookahead": 2,
     "update": 2,
@@ -39,6 +42,7 @@ LAYERS = {
 }
 
 MAY_IMPORT_EACH_OTHER = {
+    ("grouping", "microbatch"),  # a rule that groups hands over what micro-batches follow: docs/decisions/0008
     ("ledger", "scaling"),
     ("engine", "ledger"),  # engine.py puts the parts together, and both forms stand on it
     ("step", "engine"),

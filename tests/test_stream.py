@@ -276,6 +276,27 @@ class TestResume:
             self.take(accumulator, number, batches[number])
         assert_same(model.state_dict(), resumed.state_dict())
 
+    @pytest.mark.parametrize("stop", [1, 2])
+    def test_metrics_per_sample_come_in_the_order_of_arrival(self, where, stop, tmp_path):
+        pieces = [torch.tensor([[4.0], [1.0]]), torch.tensor([[3.0]]), torch.tensor([[2.0], [0.0], [5.0]])]
+
+        def take(accumulator, number):
+            with accumulator.microbatch(number == 2):
+                outputs = accumulator.model(pieces[number])
+                metrics = {"input": acc.Metric(pieces[number][:, 0].half(), per_sample=True)}
+                accumulator.backward(acc.Loss(outputs.sum(), len(outputs), metrics=metrics))
+
+        accumulator = make(nn.Linear(1, 1))
+        for number in range(stop):
+            take(accumulator, number)
+        torch.save(accumulator.state_dict(), tmp_path / "state.pt")
+        accumulator.flush()
+        resumed = make(nn.Linear(1, 1))
+        resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        for number in range(stop, 3):
+            take(resumed, number)
+        assert resumed.step().to_dict()["metrics"] == {"input": [4, 1, 3, 2, 0, 5]}
+
     def test_without_gradients_the_window_is_left_out(self):
         accumulator = make(tokens_model())
         with accumulator.microbatch(False):

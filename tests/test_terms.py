@@ -137,3 +137,85 @@ def test_an_empty_dict_is_told_so():
 def test_mean_over_nothing():
     step = make_step(lambda m, i: acc.Loss(m["a"] * 0.0, 0), on_empty="skip")
     assert math.isnan(float(step(torch.arange(2)).loss))
+
+
+class TestPerSample:
+    """Metrics with a value for each sample: whole, in order, and refused where they cannot be."""
+
+    @staticmethod
+    def step_with(metric, **options):
+        """One whose metric of micro-batch `i` (a tensor of its samples' numbers) is `metric(i)`."""
+
+        def loss_fn(model, i):
+            value = metric(i)
+            metrics = None if value is None else {"m": value}
+            return acc.Loss((model["a"] + model["b"]).expand(len(i)).sum(), len(i), metrics=metrics)
+
+        return make_step(loss_fn, **({"microbatch": 2} | options))
+
+    def test_in_the_order_of_the_batch(self, where):
+        result = self.step_with(lambda i: acc.Metric(i * 10, per_sample=True))(torch.arange(5))
+        assert result.metrics["m"].tolist() == [0, 10, 20, 30, 40]
+        assert result.to_dict()["metrics"]["m"] == [0, 10, 20, 30, 40]
+        assert not result.metrics["m"].requires_grad
+
+    def test_further_dimensions(self, where):
+        step = self.step_with(lambda i: acc.Metric(i[:, None, None].expand(-1, 2, 3), per_sample=True))
+        result = step(torch.arange(5))
+        assert result.metrics["m"].shape == (5, 2, 3)
+        assert result.to_dict()["metrics"]["m"][3] == [[3, 3, 3], [3, 3, 3]]
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_becomes_float32(self, dtype):
+        result = self.step_with(lambda i: acc.Metric(i.to(dtype), per_sample=True))(torch.arange(3))
+        assert result.metrics["m"].dtype == torch.float32
+
+    def test_values_have_no_graph_and_are_copies(self):
+        buffer = torch.zeros(2, **DOUBLE)
+
+        def metric(i):
+            return acc.Metric(buffer[: len(i)].copy_(i), per_sample=True)
+
+        assert self.step_with(metric)(torch.arange(5)).metrics["m"].tolist() == [0, 1, 2, 3, 4]
+        step = self.step_with(lambda i: acc.Metric(i.double().requires_grad_() * 2, per_sample=True))
+        assert not step(torch.arange(5)).metrics["m"].requires_grad
+
+    def test_micro_batches_of_weight_zero_count(self, where):
+        def loss_fn(model, i):
+            weight = (i > 2).sum()
+            loss = ((model["a"] + model["b"]).expand(len(i)) * (i > 2)).sum()
+            return acc.Loss(loss, weight, metrics={"m": acc.Metric(i, per_sample=True)})
+
+        assert make_step(loss_fn)(torch.arange(5)).metrics["m"].tolist() == [0, 1, 2, 3, 4]
+
+    def test_a_metric_is_also_a_sum_and_its_weight(self, where):
+        assert float(self.step_with(lambda i: acc.Metric(i.sum(), len(i)))(torch.arange(5)).metrics["m"]) == 2.0
+
+    @pytest.mark.parametrize(
+        ("metric", "says"),
+        [
+            (lambda i: acc.Metric(torch.zeros(3), per_sample=True), "3 values for the 2 samples"),
+            (lambda i: acc.Metric(5, per_sample=True), "not 5"),
+            (lambda i: acc.Metric(torch.tensor(5), per_sample=True), "entry for each"),
+            (lambda i: acc.Metric(i, 2, per_sample=True), "takes no weight"),
+            (lambda i: None if 0 in i else acc.Metric(i, per_sample=True), "came 1 times in 2"),
+            (lambda i: acc.Metric(torch.zeros(2, 1 + int(i[0])), per_sample=True), r"\(1,\).*\(3,\)"),
+            (lambda i: (1, 1) if 0 in i else acc.Metric(i, per_sample=True), "name them apart"),
+            (lambda i: (1, 1) if 0 not in i else acc.Metric(i, per_sample=True), "name them apart"),
+            (lambda i: i, "or Metric"),
+            (lambda i: (i, 1), "per_sample=True"),
+        ],
+    )
+    def test_what_is_refused_changes_nothing(self, metric, says):
+        step = self.step_with(metric)
+        with pytest.raises(acc.LossError, match=says):
+            step(torch.arange(4))
+        assert all(float(parameter.detach()) == 0 and parameter.grad is None for parameter in step.model.parameters())
+
+    def test_terms_of_one_micro_batch_share_no_metric(self):
+        def loss_fn(model, i):
+            metrics = {"m": acc.Metric(i, per_sample=True)}
+            return {name: acc.Loss(model[name] * len(i), len(i), metrics=metrics) for name in ("a", "b")}
+
+        with pytest.raises(acc.LossError, match="came 4 times in 2"):
+            make_step(loss_fn, microbatch=2)(torch.arange(4))

@@ -25,6 +25,7 @@ from accumulus.errors import (
 
 if TYPE_CHECKING:
     from accumulus import memory
+    from accumulus.grouping import by_tokens
     from accumulus.lookahead import windows
     from accumulus.memory.recover import recover_from_oom
     from accumulus.microbatch import by_count, to_device
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from accumulus.scaling import DynamicScale, NoScale, StaticScale
     from accumulus.step import TrainStep
     from accumulus.stream import Accumulator
-    from accumulus.types import Loss, StepResult
+    from accumulus.types import Loss, Metric, StepResult
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _HOMES = {
     "Accumulator": "stream",
     "DynamicScale": "scaling",
     "Loss": "types",
+    "Metric": "types",
     "NoScale": "scaling",
     "Precision": "precision",
     "StaticScale": "scaling",
@@ -50,9 +52,10 @@ _HOMES = {
     "Task": "run.task",
     "TrainStep": "step",
     "by_count": "microbatch",
+    "by_tokens": "grouping",
     "memory": "memory",
-    "recover_from_oom": "memory.recover",
     "random_state": "rng",
+    "recover_from_oom": "memory.recover",
     "set_random_state": "rng",
     "to_device": "microbatch",
     "windows": "lookahead",
@@ -67,6 +70,7 @@ __all__ = [
     "Loss",
     "LossError",
     "MemoryLimitError",
+    "Metric",
     "NoScale",
     "OptimizerError",
     "OutOfMemoryError",
@@ -84,6 +88,7 @@ __all__ = [
     "WeightError",
     "WindowError",
     "by_count",
+    "by_tokens",
     "memory",
     "random_state",
     "recover_from_oom",

@@ -1,11 +1,11 @@
-"""How a batch is cut: `by_count`, a plain number of samples, and the micro-batches that come of it."""
+"""How a batch is cut: `by_count`, a plain number of samples, and the micro-batches that come of a rule."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,14 +14,48 @@ from accumulus import pytree
 from accumulus.errors import BatchError, SplitError
 from accumulus.types import describe
 
-__all__ = ["Microbatches", "Split", "by_count", "choose_split", "to_device"]
+__all__ = ["Groups", "Microbatches", "Split", "by_count", "choose_split", "to_device"]
 
 
-class Split(Protocol):
+class SizeRule(Protocol):
     """A rule that says how many samples each micro-batch takes."""
 
     def sizes(self, num_samples: int) -> Sequence[int]:
         """Samples in each micro-batch, in order; at least 1 each, `num_samples` in all."""
+
+
+class GroupRule(Protocol):
+    """A rule that looks at the batch and says which samples run together."""
+
+    def groups(self, batch: Any) -> Groups:
+        """The groups of a batch: a `pytree.Sliceable`; with `collate`, the sequence of samples."""
+
+
+Split: TypeAlias = "SizeRule | GroupRule"
+"""What `TrainStep(microbatch=...)` takes beside a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Which samples run together, and how much of them.
+
+    Args:
+        order: the samples' places in the batch, in the order in which they run.
+        sizes: samples in each micro-batch.
+        padded_lengths: to what length each micro-batch's samples are padded; empty where a rule does not know.
+        columns: what each micro-batch keeps of the other dimensions of padded tensors; None for all.
+    """
+
+    order: Sequence[int]
+    sizes: Sequence[int]
+    padded_lengths: Sequence[int] = ()
+    columns: pytree.Columns | None = None
+
+    @property
+    def peak_tokens(self) -> int | None:
+        """Tokens of the largest micro-batch, padding included; None where a rule does not know."""
+        tokens = [size * length for size, length in zip(self.sizes, self.padded_lengths, strict=False)]
+        return max(tokens, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +63,6 @@ class BySize:
     """Micro-batches of `size` samples; the last one takes what is left."""
 
     size: int
-    unit: ClassVar[str] = "samples"
 
     def sizes(self, num_samples: int) -> Sequence[int]:
         """As many of `size` as fit, then the rest."""
@@ -50,47 +83,7 @@ class ByCount:
         return [size + 1] * larger + [size] * (count - larger)
 
 
-@dataclass(frozen=True, slots=True)
-class AtMost:
-    """Another rule's micro-batches, those of more than `size` samples cut into as few nearly equal ones as will do."""
-
-    rule: Split
-    size: int
-
-    def sizes(self, num_samples: int) -> Sequence[int]:
-        """The rule's sizes, in order."""
-        sizes: list[int] = []
-        for whole in self.rule.sizes(num_samples):
-            sizes += ByCount(-(-whole // self.size)).sizes(whole)
-        return sizes
-
-
-def at_most(rule: Split, load: int) -> Split:
-    """A rule whose micro-batches are no larger than a load.
-
-    Args:
-        rule: any.
-        load: samples, at least 1.
-
-    Returns:
-        The rule itself where it is a plain number that is small enough.
-    """
-    if isinstance(rule, BySize):
-        return rule if rule.size <= load else BySize(load)
-    return AtMost(rule, load)
-
-
-def resized(rule: Split, load: int) -> Split:
-    """A rule of the same kind with another size.
-
-    Args:
-        rule: a number of samples.
-        load: samples, at least 1.
-    """
-    return BySize(load)
-
-
-def by_count(count: int) -> Split:
+def by_count(count: int) -> ByCount:
     """Cuts every batch into `count` micro-batches of nearly equal size.
 
     A plain number (`microbatch=8`) is the other way to say it: 8 samples in each micro-batch.
@@ -115,7 +108,7 @@ def choose_split(microbatch: object) -> Split:
     """The rule that the `microbatch` argument names.
 
     Args:
-        microbatch: samples per micro-batch, a rule such as `by_count(8)`, or "auto".
+        microbatch: samples per micro-batch, a rule such as `by_count(8)` or `by_tokens(8192)`, or "auto".
 
     Returns:
         The rule; for "auto" the one that what chooses sizes begins with.
@@ -125,7 +118,7 @@ def choose_split(microbatch: object) -> Split:
     """
     if microbatch == "auto":
         return BySize(sys.maxsize)  # the whole batch, until a size has been chosen
-    if callable(getattr(microbatch, "sizes", None)):
+    if any(callable(getattr(microbatch, name, None)) for name in ("sizes", "groups")):
         return microbatch  # type: ignore[return-value]
     return BySize(_positive(microbatch, "microbatch takes a number of samples or a rule such as by_count(8)"))
 
@@ -133,18 +126,32 @@ def choose_split(microbatch: object) -> Split:
 class Microbatches:
     """The micro-batches of one batch: cut, collated and moved to the device one at a time, as they are used.
 
+    `order` is None where the samples run as they stand in the batch; else, for each position in run order, the
+    sample's place in the batch. `peak_tokens` is what a rule that groups by length counts of the largest micro-batch.
+
     Args:
         batch: a tree of tensors; with `collate`, a sequence of samples.
-        split: how many samples each micro-batch takes.
+        split: how many samples each micro-batch takes, or which.
         device: where the model lies.
         collate: makes a micro-batch of a list of samples.
 
     Raises:
         BatchError: the batch cannot be cut.
-        SplitError: a rule of the user's own gave sizes that do not cover the batch.
+        SplitError: the rule cannot group the batch; or one of the user's own does not cover it.
     """
 
-    __slots__ = ("_collate", "_device", "_tree", "batch", "look", "num_samples", "sizes")
+    __slots__ = (
+        "_collate",
+        "_device",
+        "_groups",
+        "_tree",
+        "batch",
+        "look",
+        "num_samples",
+        "order",
+        "peak_tokens",
+        "sizes",
+    )
 
     def __init__(
         self,
@@ -159,7 +166,14 @@ class Microbatches:
         self.batch = batch
         self._tree = tree = pytree.sliceable(batch) if collate is None else None
         self.num_samples = tree.length if tree is not None else _sample_count(batch)
-        self.sizes = list(split.sizes(self.num_samples))
+        self.order: list[int] | None = None
+        self.peak_tokens: int | None = None
+        self._groups: Groups | None = None
+        look = getattr(split, "groups", None)
+        if look is None:
+            self.sizes = list(split.sizes(self.num_samples))  # type: ignore[union-attr]
+        else:
+            self._follow(look(batch if tree is None else tree), split)
         whole = all(type(size) is int and size > 0 for size in self.sizes)
         if not whole or sum(self.sizes) != self.num_samples:
             raise SplitError(
@@ -169,14 +183,9 @@ class Microbatches:
         self.look: Callable[[Any, int], None] | None = None  # sees each micro-batch and its samples before it runs
 
     @property
-    def load(self) -> int:
-        """Samples in the largest micro-batch."""
-        return max(self.sizes)
-
-    @property
-    def sample_load(self) -> int:
-        """What the largest sample counts for in the load."""
-        return 1
+    def longest(self) -> int | None:
+        """The padded length of the longest sample; None where the rule does not group by length."""
+        return None if self._groups is None else max(self._groups.padded_lengths, default=None)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -191,12 +200,21 @@ class Microbatches:
             part = to_device(piece, self._device) if moves else piece
             yield pytree.mark_varying(part) if marks else part, index == last
 
+    def _follow(self, groups: Groups, split: Split) -> None:
+        """Takes over the groups that a rule made."""
+        self._groups = groups
+        self.order, self.sizes, self.peak_tokens = list(groups.order), list(groups.sizes), groups.peak_tokens
+        if sorted(self.order) != list(range(self.num_samples)):
+            raise SplitError(f"{split!r} must name each of {self.num_samples} samples once, not {self.order}")
 
     def _pieces(self) -> Iterator[Any]:
-        if self._tree is not None:
+        if self._tree is None:
+            assert self._collate is not None  # without it there is a tree
+            samples = self.batch if self.order is None else [self.batch[index] for index in self.order]
+            return _collated(samples, self.sizes, self._collate)
+        if self._groups is None:
             return self._tree.cut(self.sizes)
-        assert self._collate is not None  # without it there is a tree
-        return _collated(self.batch, self.sizes, self._collate)
+        return self._tree.pick(self._groups.order, self.sizes, self._groups.columns)
 
 
 def to_device(tree: Any, device: torch.device | str) -> Any:

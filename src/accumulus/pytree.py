@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import itertools
+import re
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -41,6 +42,9 @@ SHARED_TYPES = (
 )
 
 
+PATH_PART = re.compile(r"\.(\w+)|\[(.*?)\]")
+
+
 class Leaf:
     """One leaf of a tree, with the path that names it in an error message.
 
@@ -49,12 +53,26 @@ class Leaf:
 
     __slots__ = ("in_list", "path", "rows", "value")
 
+    path: str
+    value: Any
+    in_list: bool
+    rows: int | None
+
     def __init__(self, path: str, value: Any, in_list: bool) -> None:
         self.path = path
         self.value = value
         self.in_list = in_list
         is_cut = isinstance(value, (list, tuple)) or (is_array(value) and value.ndim)
         self.rows = len(value) if is_cut else None
+
+    @property
+    def name(self) -> str:
+        """The path as users write it: `encoder.mask` for `batch.encoder.mask`, `0.mask` for `batch[0].mask`."""
+        return ".".join(word or key.strip("'\"") for word, key in PATH_PART.findall(self.path))
+
+
+Columns: TypeAlias = Callable[[int, Leaf], Sequence[tuple[int, int, int]]]
+"""From a micro-batch's number and a leaf to (dimension, start, stop) of what is kept of the leaf."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +94,44 @@ class Sliceable:
         """
         pieces = [_pieces(leaf, sizes) for leaf in self.leaves]
         return (self.rebuild(iter(parts)) for parts in zip(*pieces, strict=True))
+
+    def pick(self, order: Sequence[int], sizes: Sequence[int], columns: Columns | None = None) -> Iterator[Any]:
+        """Cuts the batch into micro-batches of its samples in another order, each copied when it is asked for.
+
+        Args:
+            order: the samples' places in the batch, in the order in which they shall run.
+            sizes: samples in each micro-batch.
+            columns: what each micro-batch keeps of the other dimensions; None for all.
+
+        Returns:
+            An iterator over the micro-batches, each a tree of the batch's own types.
+        """
+        for leaf in self.leaves:
+            _refuse_uncuttable(leaf)
+        stops = itertools.accumulate(sizes)
+        rows = [order[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+        return (self._picked(index, chosen, columns) for index, chosen in enumerate(rows))
+
+    def _picked(self, index: int, rows: Sequence[int], columns: Columns | None) -> Any:
+        on: dict[torch.device, Tensor] = {}  # the rows as an index, on each device that needs it
+        values = []
+        for leaf in self.leaves:
+            value = leaf.value
+            if leaf.rows != self.length:
+                values.append(value)
+                continue
+            kept = [slice(None)] * (value.ndim if is_array(value) else 0)
+            for dimension, start, stop in () if columns is None else columns(index, leaf):
+                kept[dimension] = slice(start, stop)
+            if isinstance(value, Tensor):
+                if value.device not in on:
+                    on[value.device] = torch.tensor(rows, device=value.device)
+                values.append(value[tuple(kept)].index_select(0, on[value.device]))
+            elif is_array(value):
+                values.append(value[tuple(kept)][np.asarray(rows)])
+            else:
+                values.append(type(value)([value[row] for row in rows]))
+        return self.rebuild(iter(values))
 
 
 def sliceable(batch: Any) -> Sliceable:
@@ -322,11 +378,16 @@ def _rows_of(leaves: list[Leaf]) -> int:
 def _pieces(leaf: Leaf, sizes: Sequence[int]) -> Any:
     value = leaf.value
     if isinstance(value, Tensor) and value.ndim:
-        if value.layout != torch.strided or value.is_nested:
-            kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
-            raise BatchError(f"batch{leaf.path} is {kind}, which cannot be cut; pass a list of samples and collate=")
+        _refuse_uncuttable(leaf)
         return value.split_with_sizes(list(sizes))
     if leaf.rows != sum(sizes):  # what all samples share
         return itertools.repeat(value, len(sizes))
     stops = list(itertools.accumulate(sizes))
     return [value[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+
+
+def _refuse_uncuttable(leaf: Leaf) -> None:
+    value = leaf.value
+    if isinstance(value, Tensor) and value.ndim and (value.layout != torch.strided or value.is_nested):
+        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+        raise BatchError(f"batch{leaf.path} is {kind}, which cannot be cut; pass a list of samples and collate=")

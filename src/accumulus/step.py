@@ -29,8 +29,8 @@ __all__ = ["TrainStep"]
 
 
 DRIVERS = {"auto": "accumulus.memory.auto:Auto"}
-"""What runs a step's batches in place of the step itself, by the word that asks for it. By name, because it stands on the
-step and may not be imported here: `docs/decisions/0008-drivers.md`."""
+"""What runs a step's batches in place of the step itself, by the word that asks for it. By name, because it stands on
+the step and may not be imported here: see docs/decisions, "drivers"."""
 
 
 class Driver(Protocol):
@@ -62,8 +62,9 @@ class TrainStep(Engine):
             samples), or a dict of them (terms, each over its own count). A scalar is wrong where samples count for
             different numbers of elements, as with padding or `ignore_index`: return `Loss` or `Loss.mean` there.
         precision: "fp32" (no casting), "tf32", "bf16", "fp16", "auto" (what the device does fast), or a `Precision`.
-        microbatch: samples per micro-batch, a rule such as `by_count(8)`, or "auto": what fits in memory, then what is
-            fastest, found in the first ten steps or so; running out of memory is survived.
+        microbatch: samples per micro-batch, a rule such as `by_count(8)` or `by_tokens(8192)`, or "auto": what fits in
+            memory, then what is fastest, found in the first ten steps or so; running out of memory is survived.
+            `by_tokens("auto")` does the same with tokens.
         max_grad_norm: clip the 2-norm of the true gradient to this (`torch.nn.utils.clip_grad_norm_` clips to very
             slightly less: it adds 1e-6 to the norm).
         max_grad_value: clip each element of the true gradient to this.
@@ -173,7 +174,7 @@ class TrainStep(Engine):
             AccumulusError: as a call.
         """
         started = time.perf_counter()
-        with self.window.open(parts.sizes, batch, num_ranks=self.sync.averaged_over) as window:
+        with self.window.open(parts.sizes, batch, num_ranks=self.sync.averaged_over, order=parts.order) as window:
             for part, is_last in parts:
                 with self.sync.only_if(is_last):
                     window.backward(self.loss_fn(self.model, part))
@@ -252,10 +253,11 @@ def make_driver(step: TrainStep, microbatch: object, memory_limit: int | str | N
     Raises:
         SplitError: a limit where nothing is chosen.
     """
-    if not isinstance(microbatch, str):
+    word = "auto" if getattr(microbatch, "is_auto", False) else microbatch
+    if not isinstance(word, str):
         if memory_limit is not None:
             raise SplitError("memory_limit is for microbatch='auto'; a size that was given is used as it is")
         return None
-    where, _, name = DRIVERS[microbatch].partition(":")
+    where, _, name = DRIVERS[word].partition(":")
     driver: Driver = getattr(importlib.import_module(where), name)(step, memory_limit)
     return driver

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from accumulus import host
 from accumulus.errors import LossError, WeightError
 from accumulus.host import Flag, Scalar
 from accumulus.tally import Tally, is_zero
-from accumulus.types import Loss, Returned, Weight, at_least_float32, describe, read_weight
+from accumulus.types import HALF_DTYPES, Loss, Metric, Returned, Weight, at_least_float32, describe, read_weight
 
 __all__ = ["Terms", "as_terms", "known_weights"]
 
@@ -38,15 +38,17 @@ class Terms:
         self.base = next((name for name, weight in known.items() if weight > 0), "") if known else ""
         self.tallies: dict[str, Tally] = {}
         self.metrics: dict[str, Tally] = {}
+        self.per_sample: dict[str, list[Tensor]] = {}  # metrics by sample, of each micro-batch
         self._on_empty = on_empty
 
-    def add(self, name: str, loss: Loss, root: Tensor) -> Tally | None:
+    def add(self, name: str, loss: Loss, root: Tensor, num_samples: int | None = None) -> Tally | None:
         """Adds a micro-batch's loss.
 
         Args:
             name: of the term.
             loss: its sum and weight.
             root: the sum in float32 or better, with its graph.
+            num_samples: samples in the micro-batch; None where it is not known.
 
         Returns:
             The term's tally; None where the weight is zero and nothing may run backward.
@@ -57,7 +59,10 @@ class Terms:
         """
         if loss.metrics:
             for metric, pair in loss.metrics.items():
-                self._add_metric(metric, pair)
+                if isinstance(pair, Metric) and pair.per_sample:
+                    self._add_per_sample(metric, pair.value, num_samples)
+                else:
+                    self._add_metric(metric, pair)
         tally = self.tallies.get(name)
         if tally is None:
             tally = self.tallies[name] = Tally()
@@ -126,6 +131,7 @@ class Terms:
             "base": self.base,
             "terms": {name: tally.state_dict() for name, tally in self.tallies.items()},
             "metrics": {name: tally.state_dict() for name, tally in self.metrics.items()},
+            "per_sample": {name: [host.to_cpu(part) for part in parts] for name, parts in self.per_sample.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -133,11 +139,33 @@ class Terms:
         self.known, self.base = state["known"], state["base"]
         self.tallies = {name: Tally.from_state(saved, device) for name, saved in state["terms"].items()}
         self.metrics = {name: Tally.from_state(saved, device) for name, saved in state["metrics"].items()}
+        per_sample = state.get("per_sample", {})  # a state from before there was any
+        self.per_sample = {name: [part.to(device) for part in parts] for name, parts in per_sample.items()}
 
     def mean_loss(self, weights: Mapping[str, Weight]) -> Scalar:
         """The sum over terms of their means; a term without elements counts for nothing, NaN where all are such."""
         means = [self._mean(tally, weights[name]) for name, tally in self.tallies.items() if tally.sums]
         return sum(means[1:], start=means[0]) if means else math.nan
+
+    def results(self, num_microbatches: int, order: Sequence[int] | None) -> dict[str, Scalar]:
+        """The window's metrics: weighted means, and what came by sample.
+
+        Args:
+            num_microbatches: how many there were.
+            order: for each position in run order, the sample's place in the batch; None where they are the same.
+
+        Raises:
+            LossError: a metric per sample was not brought by every micro-batch once, or its shapes differ.
+        """
+        results = {name: tally.mean() for name, tally in self.metrics.items()}
+        for name, parts in self.per_sample.items():
+            if len(parts) != num_microbatches:
+                raise LossError(
+                    f"the metric {name!r} has a value for each sample, but came {len(parts)} times in "
+                    f"{num_microbatches} micro-batches; bring it once in each"
+                )
+            results[name] = _in_order(name, parts, order)
+        return results
 
     def _mean(self, tally: Tally, weight: Weight) -> Scalar:
         mean = tally.total() / weight
@@ -145,12 +173,31 @@ class Terms:
             mean = torch.where(torch.as_tensor(weight == 0), 0.0, mean)
         return mean
 
+    def _add_per_sample(self, name: str, value: Tensor, num_samples: int | None) -> None:
+        if num_samples is not None and len(value) != num_samples:
+            raise LossError(
+                f"the metric {name!r} has {len(value)} values for the {num_samples} samples of a micro-batch; give one "
+                "for each sample, or (sum, weight)"
+            )
+        if name in self.metrics:
+            raise LossError(f"the metric {name!r} is a sum here and a value for each sample there; name them apart")
+        # A copy: a slice of the logits, say, would keep all of them until the window ends.
+        kept = value.detach().to(dtype=torch.float32 if value.dtype in HALF_DTYPES else value.dtype, copy=True)
+        self.per_sample.setdefault(name, []).append(kept)
+
     def _add_metric(self, name: str, pair: Any) -> None:
+        if isinstance(pair, Metric):
+            pair = (pair.value, pair.weight)
+        if name in self.per_sample:
+            raise LossError(f"the metric {name!r} is a sum here and a value for each sample there; name them apart")
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise LossError(f"metric {name!r} must be (sum, weight), as the loss is, not {describe(pair)}")
+            raise LossError(f"metric {name!r} must be (sum, weight), as the loss is, or Metric, not {describe(pair)}")
         value, weight = pair[0], read_weight(pair[1])
         if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
-            raise LossError(f"the sum of metric {name!r} must be one number, not {describe(value)}; use .sum()")
+            raise LossError(
+                f"the sum of metric {name!r} must be one number, not {describe(value)}; use .sum(), or "
+                "Metric(value, per_sample=True) for a value for each sample"
+            )
         tally = self.metrics.setdefault(name, Tally())
         if not is_zero(weight):
             tally.add(host.value_of(at_least_float32(value)) if isinstance(value, Tensor) else value, weight)
@@ -181,6 +228,23 @@ class Terms:
         if may_be_empty:
             holds = holds | (weight == 0)
         return (weight >= 0) & holds & tally.is_valid() & (True if may_be_empty else weight > 0)
+
+
+def _in_order(name: str, parts: list[Tensor], order: Sequence[int] | None) -> Tensor:
+    """The values of all micro-batches as one tensor, in the batch's own order."""
+    first = parts[0]
+    for part in parts:
+        if part.shape[1:] != first.shape[1:]:
+            raise LossError(
+                f"metric {name!r} has values of shape {tuple(first.shape[1:])} for each sample of one micro-batch and "
+                f"{tuple(part.shape[1:])} in another; give values whose shape does not depend on padding"
+            )
+    whole = torch.cat([part.to(first.device) for part in parts])
+    if order is None:
+        return whole
+    places = torch.empty(len(order), dtype=torch.int64)
+    places[torch.tensor(order)] = torch.arange(len(order))
+    return whole.index_select(0, places.to(whole.device, non_blocking=True))
 
 
 def _ratio(base: Weight, weight: Weight) -> Scalar:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -26,6 +26,42 @@ LARGEST_WEIGHT = 1e30
 
 
 @dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric of one micro-batch: a sum and its weight, as the loss is; or a value for each sample.
+
+    Args:
+        value: the sum, a number or a one-element tensor. With `per_sample`, a tensor whose first dimension is the
+            micro-batch's samples; it needs no graph.
+        weight: how many elements `value` is a sum over.
+        per_sample: give back one tensor over all samples, in the batch's own order, however the batch was cut. Every
+            micro-batch must then bring it, with the same further dimensions. float16 and bfloat16 become float32.
+
+    Raises:
+        LossError: `per_sample`, and `value` is no tensor with a first dimension, or a weight was given.
+
+    Example:
+        >>> Metric(torch.tensor([0.5, 2.0]), per_sample=True).value.shape
+        torch.Size([2])
+    """
+
+    value: Any
+    weight: Any = 1
+    per_sample: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.per_sample:
+            return
+        if not isinstance(self.value, Tensor) or not self.value.ndim:
+            raise LossError(f"a metric per sample is a tensor with an entry for each, not {describe(self.value)}")
+        if type(self.weight) is not int or self.weight != 1:
+            raise LossError("a metric per sample is not averaged, so it takes no weight; divide its values, if need be")
+
+
+Metrics: TypeAlias = "Mapping[str, Metric | tuple[Any, Any]]"
+"""Name to `Metric`, or to `(sum, weight)` for short."""
+
+
+@dataclass(frozen=True, slots=True)
 class Loss:
     """A sum over loss elements and how many elements it is a sum of.
 
@@ -38,7 +74,8 @@ class Loss:
             any device. Zero is allowed and then contributes nothing. A tensor on the CPU is read at once; one
             on an accelerator stays there, so that the host does not wait for it: with weight zero the sum must then
             be a finite zero, as `reduction="sum"` gives it (for a mean over nothing there is `Loss.mean`).
-        metrics: name to `(sum, weight)`, combined over micro-batches as the loss is. Neither needs a graph.
+        metrics: name to `(sum, weight)`, combined over micro-batches as the loss is; or to a `Metric`, which may hold
+            a value for each sample. None of them needs a graph.
 
     Raises:
         LossError: `sum` is not a one-element tensor.
@@ -54,7 +91,7 @@ class Loss:
 
     sum: Tensor
     weight: Weight
-    metrics: Mapping[str, tuple[Any, Any]] | None = None
+    metrics: Metrics | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.sum, Tensor) or self.sum.numel() != 1 or not self.sum.is_floating_point():
@@ -63,7 +100,7 @@ class Loss:
             object.__setattr__(self, "weight", read_weight(self.weight))
 
     @classmethod
-    def mean(cls, value: Tensor, weight: Weight, metrics: Mapping[str, tuple[Any, Any]] | None = None) -> Loss:
+    def mean(cls, value: Tensor, weight: Weight, metrics: Metrics | None = None) -> Loss:
         """A mean that the model already took over `weight` elements.
 
         Args:
@@ -139,7 +176,8 @@ class Choice:
 class StepResult:
     """What one step did. Everything is the whole batch's, whichever way it was cut.
 
-    Tensors have no dimension and lie on the device; reading one as a number is the only wait for the device.
+    Tensors lie on the device and have no dimension, but for metrics per sample. Reading one as a number is the only
+    wait for the device.
 
     Args:
         loss: mean loss: the sum over terms of `sum_k / weight_k`.
@@ -152,7 +190,8 @@ class StepResult:
         weight: total number of loss elements; by term where there are several.
         num_microbatches: how many micro-batches the batch was cut into.
         num_samples: how many samples the batch held.
-        metrics: name to weighted mean.
+        metrics: name to weighted mean; of a metric per sample, to a tensor with an entry for each sample, in the order
+            of the batch.
         lr: learning rate of the first parameter group in this step; NaN where the optimizer chooses it itself.
         seconds: wall time of the call on the host.
         choice: the micro-batch size and why; None where you gave it.
@@ -176,7 +215,8 @@ class StepResult:
         """All fields as plain Python numbers.
 
         Returns:
-            Field name to number (dict of numbers for `metrics`, and for `weight` where there are several terms).
+            Field name to number (dict of numbers for `metrics`, and for `weight` where there are several terms; a
+            metric per sample is a list).
 
         Cost:
             Waits for the device.
@@ -269,7 +309,7 @@ def describe(value: object) -> str:
 
 
 def to_python(value: Any) -> Any:
-    """Tensors of one element as numbers, also inside a mapping; everything else as it is."""
+    """Tensors as numbers or nested lists of them, also inside a mapping; everything else as it is."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, Mapping):

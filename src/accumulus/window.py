@@ -39,7 +39,7 @@ class Totals:
         weight: total weight; by term where there are several.
         divisor: what the gradient buffers must be divided by.
         is_valid: whether the weights add up to a defined mean; a tensor where the host does not know yet.
-        metrics: name to weighted mean.
+        metrics: name to weighted mean; of a metric per sample, to the values of all samples.
         num_microbatches: how many micro-batches there were.
     """
 
@@ -93,13 +93,21 @@ class WindowRules:
         self.reference: Scalar | None = None  # the last window's weight per sample
         self.is_open = False
 
-    def open(self, sizes: Sequence[int] | None, batch: Any = None, *, num_ranks: int = 1) -> Window:
+    def open(
+        self,
+        sizes: Sequence[int] | None,
+        batch: Any = None,
+        *,
+        num_ranks: int = 1,
+        order: Sequence[int] | None = None,
+    ) -> Window:
         """Starts the window of one batch.
 
         Args:
             sizes: samples in each micro-batch; None where they are not known beforehand.
             batch: the whole batch, for `weigh`; or what `weigh` would have counted, where `sizes` is None.
             num_ranks: over how many ranks the wrapper averages gradients.
+            order: for each position in run order, the sample's place in the batch; None where they are the same.
 
         Returns:
             The window, a context manager.
@@ -114,15 +122,23 @@ class WindowRules:
         counted = batch if sizes is None else None if self.weigh is None else self.weigh(batch)
         known = None if counted is None else known_weights(counted)
         self.guard.start()  # last: from here on the optimizer refuses to step, until the window ends
-        return Window(self, sizes, Terms(known, self.on_empty), num_ranks)
+        return Window(self, sizes, Terms(known, self.on_empty), num_ranks, order)
 
 
 class Window:
     """An open window: takes the loss of each micro-batch and runs it backward. Made by `WindowRules.open`."""
 
-    def __init__(self, rules: WindowRules, sizes: Sequence[int] | None, terms: Terms, num_ranks: int) -> None:
+    def __init__(
+        self,
+        rules: WindowRules,
+        sizes: Sequence[int] | None,
+        terms: Terms,
+        num_ranks: int,
+        order: Sequence[int] | None = None,
+    ) -> None:
         self._rules = rules
         self._sizes = sizes
+        self._order = order
         self._num_ranks = num_ranks
         # Where the sizes are not known, the reference goes by windows instead of samples.
         self._num_samples = 1 if sizes is None else sum(sizes)
@@ -177,7 +193,7 @@ class Window:
             root = at_least_float32(loss.sum)
             if self._like is None:
                 self._like = root.detach()
-            tally = self.terms.add(name, loss, root)
+            tally = self.terms.add(name, loss, root, size)
             if tally is not None:
                 if self._unit is None:
                     self._start(loss.weight, 1 if self._sizes is None or size is None else size)
@@ -194,6 +210,7 @@ class Window:
             The window's totals.
 
         Raises:
+            LossError: a metric per sample does not cover the samples.
             WeightError: the weights are all zero, or the terms' shares differ between micro-batches. Weights that
                 lie on a device are not read: `Totals.is_valid` tells, and `terms.explain` says why.
         """
@@ -209,7 +226,7 @@ class Window:
             weight=single if weights else 0,
             divisor=self._divisor(weights.get(self.terms.base, 0)),
             is_valid=is_valid,
-            metrics={name: tally.mean() for name, tally in self.terms.metrics.items()},
+            metrics=self.terms.results(self.num_done, self._order),
             num_microbatches=self.num_done,
         )
 

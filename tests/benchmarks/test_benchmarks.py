@@ -14,6 +14,7 @@ import norm
 import overhead
 import run_all
 import timing
+import tokens
 import update
 
 
@@ -24,9 +25,13 @@ def small(monkeypatch):
     monkeypatch.setattr(low_precision, "WIDTH", 32)
     monkeypatch.setattr(low_precision, "NUM_BLOCKS", 1)
     monkeypatch.setattr(low_precision, "LENGTH", 4)
+    monkeypatch.setattr(tokens, "SIZES", {"d_model": 8, "num_layers": 1, "num_heads": 2})
+    monkeypatch.setattr(tokens, "BATCH_SIZE", 8)
+    monkeypatch.setattr(tokens, "MAX_TOKENS", 2048)
+    monkeypatch.setattr(tokens, "load_samples", lambda: [b"x" * length for length in range(1, 1000, 31)])
 
 
-@pytest.mark.parametrize("script", [overhead, update, norm, low_precision], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [overhead, update, norm, low_precision, tokens], ids=lambda script: script.__name__)
 def test_every_benchmark_runs(script, capsys):
     rows = script.measure(rounds=1)
     assert all(row["ratio"] > 0 for row in rows)

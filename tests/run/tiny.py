@@ -86,7 +86,7 @@ def line_with_metrics():
 
     def loss_fn(model, batch):
         loss = weighted_loss(model, batch)
-        metrics = {"loss": (7.0, 1), "step": (1000.0, 1)}
+        metrics = {"loss": (7.0, 1), "step": (1000.0, 1), "by_row": acc.Metric(batch["x"], per_sample=True)}
         return {"rows": acc.Loss(loss.sum, 5), "cells": acc.Loss(loss.sum, 20, metrics=metrics)}
 
     return acc.Task(model=task.model, optimizer=task.optimizer, loss_fn=loss_fn, train_data=task.train_data)

@@ -18,8 +18,8 @@ from accumulus.memory.capacity import parse_bytes
 from accumulus.memory.clock import Reading, Stopwatch
 from accumulus.memory.forecast import Fit, Forecast
 from accumulus.memory.recover import Recovery
+from accumulus.memory.sizing import load_of, resized, sample_load_of, unit_of
 from accumulus.memory.tune import MAX_STEPS, Tuning
-from accumulus.microbatch import resized
 from accumulus.pytree import is_compiling
 from accumulus.step import TrainStep
 from accumulus.types import Batch, Choice, StepResult
@@ -99,7 +99,8 @@ class Auto:
         """A search among the sizes that fit this batch."""
         parts = self._step.split(batch, resized(self._step.microbatch, sys.maxsize))
         fit = self._fit = self._fit or self._forecast.fit(batch)
-        largest, smallest = parts.load, parts.sample_load
+        whole, smallest = load_of(parts), sample_load_of(parts)
+        largest = whole
         if fit is not None:
             slack = 1.0 if self._forecast.is_strict else TOLERANCE
             if not fit.samples and fit.one.peak_bytes > slack * fit.capacity_bytes:
@@ -108,7 +109,7 @@ class Auto:
             self._recovery.bound = fit.bound
         self._recovery.max_load = None
         self._scope = Scope(num_samples=parts.num_samples)
-        self._tuning = Tuning(whole=parts.load, largest=largest, smallest=smallest)
+        self._tuning = Tuning(whole=whole, largest=largest, smallest=smallest)
         self._is_stale = False
         return self._tuning
 
@@ -161,7 +162,7 @@ class Auto:
         load = self._recovery.max_load
         return Choice(
             size=size if load is None else min(size, load),
-            unit=self._step.microbatch.unit,
+            unit=unit_of(self._step.microbatch),
             reason=self._reason(),
             samples_per_second=tuning.speeds.get(size),
         )

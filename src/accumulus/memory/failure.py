@@ -13,7 +13,7 @@ from accumulus.errors import AccumulusError
 __all__ = ["is_out_of_memory", "let_go"]
 
 CUDA_OUT_OF_MEMORY = 2
-"""`cudaErrorMemoryAllocation`: what an `AcceleratorError` carries where CUDA itself, not torch's allocator, had none."""
+"""`cudaErrorMemoryAllocation`: what an `AcceleratorError` carries where CUDA itself had none."""
 
 IMPOSSIBLE_BYTES = 2**60
 BAD_ALLOC = "std::bad_alloc"

@@ -131,7 +131,9 @@ class Forecast:
             A sentence with the parts of the memory.
         """
         found = self.fit(batch)
-        advice = "use activation checkpointing, smaller samples or a smaller model" if found is None else found.shortage()
+        advice = (
+            "use activation checkpointing, smaller samples or a smaller model" if found is None else found.shortage()
+        )
         return f"memory ran out with a single sample in the micro-batch, and nothing was changed; {advice}"
 
 
@@ -141,7 +143,9 @@ def held_bytes(step: TrainStep) -> int:
     Args:
         step: between two batches, when there are no gradients.
     """
-    states = (value for optimizer in members(step.update.optimizer) for s in optimizer.state.values() for value in s.values())
+    states = (
+        value for optimizer in members(step.update.optimizer) for s in optimizer.state.values() for value in s.values()
+    )
     tensors = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

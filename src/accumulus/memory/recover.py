@@ -1,7 +1,7 @@
 """Out of memory is survived: undo, free, a smaller micro-batch, the same samples again.
 
-Any split of a batch gives the same update, so a step that ran out of memory can be run again in smaller pieces, and what
-comes of it is bit for bit what these pieces would have given from the start.
+Any split of a batch gives the same update, so a step that ran out of memory can be run again in smaller pieces, and
+what comes of it is bit for bit what these pieces would have given from the start.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from accumulus.errors import OutOfMemoryError, StateError
 from accumulus.memory.bound import NO_BOUND, Bound
 from accumulus.memory.failure import is_out_of_memory, let_go
 from accumulus.memory.forecast import Forecast
+from accumulus.memory.sizing import at_most, load_of, sample_load_of
 from accumulus.memory.undo import Protection, Undo
-from accumulus.microbatch import Microbatches, Split, at_most
+from accumulus.microbatch import Microbatches
 from accumulus.pytree import num_elements
 from accumulus.step import TrainStep
 from accumulus.types import Batch, StepResult
@@ -31,8 +32,8 @@ NOTHING = Bound(elements=0.0, sample_elements=0.0)
 log = logging.getLogger("accumulus")
 
 GROWTH, GROWTH_SHARE = 1.25, 0.9
-"""After batches of shorter samples the load grows by at least a quarter, to nine tenths of what is known to fit: batches
-differ, and one that turns out to be too large is begun anew."""
+"""After batches of shorter samples the load grows by at least a quarter, to nine tenths of what is known to fit:
+batches differ, and one that turns out to be too large is begun anew."""
 
 
 def recover_from_oom(step: TrainStep) -> TrainStep:
@@ -74,7 +75,7 @@ def recover_from_oom(step: TrainStep) -> TrainStep:
     return wrapped
 
 
-class TooLarge(Exception):
+class TooLargeError(Exception):
     """A micro-batch that will not fit, by what is known, and was not run.
 
     Args:
@@ -123,7 +124,7 @@ class Recovery:
                 parts = self._cut(batch)
                 result = self._step.run(batch, parts)
             except Exception as error:
-                if not (isinstance(error, TooLarge) or is_out_of_memory(error)):
+                if not (isinstance(error, TooLargeError) or is_out_of_memory(error)):
                     raise
                 failure: Exception = error
             else:
@@ -149,11 +150,11 @@ class Recovery:
         self.seen = self.seen.widened(elements, size)
         excess = self.bound.excess(elements, size)
         if excess > 1 and size > 1:
-            raise TooLarge(excess)
+            raise TooLargeError(excess)
 
     def _give_way(self, batch: Batch, parts: Microbatches | None, failure: Exception) -> None:
         """Decides on a smaller load, after a failed attempt was undone."""
-        if isinstance(failure, TooLarge):
+        if isinstance(failure, TooLargeError):
             self._avoid(batch, parts, failure.excess)
             return
         self.num_failures += 1
@@ -163,9 +164,9 @@ class Recovery:
             return
         if max(parts.sizes) == 1:
             raise OutOfMemoryError(self._forecast.explain_one_sample(batch)) from failure
-        load = parts.load
+        load = load_of(parts)
         found = self._forecast.fit(batch) if self.num_failures == 1 else None
-        informed = 0 if found is None else found.samples * parts.sample_load
+        informed = 0 if found is None else found.samples * sample_load_of(parts)
         # An estimate that says it should have fitted is of no help.
         self.max_load = informed if 0 < informed < load else max(1, load // 2)
         if self.seen.elements:
@@ -179,8 +180,9 @@ class Recovery:
         if found is not None and found.sample_elements > self.bound.sample_elements:
             self.bound = found
             return
-        self.max_load = max(1, min(parts.load - 1, int(parts.load / excess)))
-        log.info("larger samples: micro-batches of %d instead of %d", self.max_load, parts.load)
+        load = load_of(parts)
+        self.max_load = max(1, min(load - 1, int(load / excess)))
+        log.info("larger samples: micro-batches of %d instead of %d", self.max_load, load)
 
     def _look_ahead(self) -> None:
         """After a step that went well: may the next one's load be larger?"""
@@ -204,5 +206,7 @@ class Recovery:
             load, bound = state["max_load"], Bound.from_state(state)
             self.max_load = None if load is None else int(load)
         except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"not the saved state of a step that recovers from running out of memory: {error}") from None
+            raise StateError(
+                f"not the saved state of a step that recovers from running out of memory: {error}"
+            ) from None
         self.bound = bound

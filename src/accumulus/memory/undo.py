@@ -25,7 +25,7 @@ from accumulus.update import Update
 __all__ = ["Protection", "Undo"]
 
 SMALL_BYTES = 2**20
-"""Buffers up to this size are copied before every step; larger ones (masks, tables) once it was seen that they change."""
+"""Buffers up to this size are copied before every step; larger ones (masks, tables) once they were seen to change."""
 
 
 class Undo:

@@ -100,6 +100,8 @@ def take_step(run: Run) -> dict[str, Any]:
     step_seconds = time.perf_counter() - started
     run.progress.end_step(applied=result["applied"])
     weight = result["weight"]
+    # What comes back for each sample is the caller's to keep: a record stays one short line.
+    metrics = {name: value for name, value in result["metrics"].items() if not isinstance(value, list)}
     # Of several terms the first one's: counts of tokens and of samples do not add up to anything.
     num_tokens = next(iter(weight.values())) if isinstance(weight, Mapping) else weight
     return {
@@ -109,7 +111,7 @@ def take_step(run: Run) -> dict[str, Any]:
         **{name: result[name] for name in ("grad_norm", "clipped", "loss_scale", "all_finite", "applied", "lr")},
         "num_tokens": num_tokens,
         **{name: result[name] for name in ("num_samples", "num_microbatches")},
-        **({"metrics": result["metrics"]} if result["metrics"] else {}),
+        **({"metrics": metrics} if metrics else {}),
         "step_seconds": step_seconds,
         "tokens_per_second": num_tokens / step_seconds,
         "peak_bytes": peak_bytes(run.device),
