@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import re
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
 
 import accumulus as acc
 from accumulus.memory import curve, estimate
@@ -48,6 +49,7 @@ OPTIMIZERS = {
     "adagrad": Adagrad,
     "adagrad fused": lambda p: Adagrad(p, fused=True),
     "rmsprop": RMSprop,
+    "nadam": NAdam,
     "groups": lambda p: groups(p),
     "several": lambda p: several(p),
 }
@@ -393,6 +395,40 @@ def test_a_loss_function_that_uses_the_model_itself():
     assert found.method == "measured" and "model itself" in found.note
     assert all(p.grad is None for p in model.parameters())
     close(found, real_count(model, optimizer, loss_fn, vectors(8), precision="fp32", microbatch=4))
+
+
+def test_a_model_that_goes_to_a_device_that_is_not_here():
+    """torch would end the process; so the fake run stops before, and the real one fails as a step would."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    model = models.Cubes()
+
+    def loss_fn(model, batch):
+        return class_loss(model, {name: value.to("cuda") for name, value in batch.items()})
+
+    with pytest.raises((AssertionError, RuntimeError), match="(?i)cuda"):
+        estimate(model, SGD(model.parameters()), loss_fn, vectors(4), precision="fp32", microbatch=2)
+
+
+def test_models_that_cannot_be_copied_are_measured():
+    class Locked(models.Cubes):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+    model = Locked()
+    optimizer = AdamW(model.parameters())
+    found = estimate(model, optimizer, class_loss, vectors(8), precision="fp32", microbatch=4)
+    assert found.method == "measured" and "cannot pickle" in found.note
+    close(found, real_count(model, optimizer, class_loss, vectors(8), precision="fp32", microbatch=4))
+
+
+def test_a_compiled_model_is_counted_as_if_it_were_not():
+    model = models.Cubes()
+    compiled = torch.compile(model, backend="eager")
+    plain = estimate(model, SGD(model.parameters()), class_loss, vectors(4), precision="fp32", microbatch=2)
+    found = estimate(compiled, SGD(model.parameters()), class_loss, vectors(4), precision="fp32", microbatch=2)
+    assert found == plain
 
 
 def test_what_a_loss_function_holds_is_copied_with_the_model():
