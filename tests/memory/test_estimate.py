@@ -174,6 +174,28 @@ def test_a_list_of_samples_with_collate():
         close(found, live)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_samples_of_different_lengths_are_measured_at_the_longest(is_packed):
+    """Where collate makes what cannot be cut (all tokens in one row), micro-batches are collated as a step would."""
+
+    def collate(samples):
+        if is_packed:
+            return {"tokens": torch.cat(samples)[None], "lengths": torch.tensor([len(s) for s in samples])}
+        return {"tokens": nn.utils.rnn.pad_sequence(samples, batch_first=True)}
+
+    def loss_fn(model, batch):
+        logits = model(batch["tokens"])
+        return acc.Loss(logits.square().sum() * (1 if logits.sum().item() < 1e30 else 2), logits.numel())
+
+    model = models.Transformer()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    samples = [torch.randint(models.VOCABULARY, (length,)) for length in (3, 4, 5, 30, 30, 30, 30, 30)]
+    found = estimate(model, optimizer, loss_fn, samples, precision="fp32", microbatch=4, collate=collate)
+    assert found.method == "measured"
+    longest = samples[:4] * 2 if is_packed else samples[4:] * 2
+    close(found, real_count(model, optimizer, loss_fn, longest, precision="fp32", microbatch=4, collate=collate))
+
+
 def test_channels_last_batches_stay_so():
     model = models.Images().to(memory_format=torch.channels_last)
     batch = {**images(4), "x": torch.randn(4, 3, 12, 12).to(memory_format=torch.channels_last)}
