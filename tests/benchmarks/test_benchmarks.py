@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import low_precision
+import memory
 import norm
 import overhead
 import run_all
@@ -29,9 +30,14 @@ def small(monkeypatch):
     monkeypatch.setattr(tokens, "BATCH_SIZE", 8)
     monkeypatch.setattr(tokens, "MAX_TOKENS", 2048)
     monkeypatch.setattr(tokens, "load_samples", lambda: [b"x" * length for length in range(1, 1000, 31)])
+    monkeypatch.setattr(memory, "NUM_LAYERS", 1)
+    monkeypatch.setattr(memory, "WIDTH", 16)
+    monkeypatch.setattr(memory, "LENGTH", 4)
 
 
-@pytest.mark.parametrize("script", [overhead, update, norm, low_precision, tokens], ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    "script", [overhead, update, norm, low_precision, tokens, memory], ids=lambda script: script.__name__
+)
 def test_every_benchmark_runs(script, capsys):
     rows = script.measure(rounds=1)
     assert all(row["ratio"] > 0 for row in rows)

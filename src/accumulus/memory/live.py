@@ -7,8 +7,8 @@ its last view dies. What an operator allocates and frees inside its own kernel i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,14 +176,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self._running("loss"):
                 return loss_fn(*args)
 
-        def watched_update(*args: Any) -> Any:
+        @contextmanager
+        def updating() -> Iterator[None]:
             mark_gradients()
             with self._running("update"):
-                report = update(*args)
+                yield
             self.hold(state_of(optimizer), "optimizer state")
-            return report
 
-        step.loss_fn, step.update = watched_loss, watched_update
+        step.loss_fn, step.update = watched_loss, WatchedUpdate(update, updating)
         mark_gradients()
         try:
             with self:
@@ -267,6 +267,32 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _rounded(self, storage: Any) -> int:
         return int(-(-storage.nbytes() // self._block_bytes) * self._block_bytes)
+
+
+class WatchedUpdate:
+    """Stands in for a step's update, whose halves run in a context."""
+
+    def __init__(self, update: Any, updating: Callable[[], AbstractContextManager[None]]) -> None:
+        self._update = update
+        self._updating = updating
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._update, name)
+
+    def __call__(self, *args: Any) -> Any:
+        """Both halves at once."""
+        with self._updating():
+            return self._update(*args)
+
+    def measure(self, *args: Any) -> Any:
+        """The first half."""
+        with self._updating():
+            return self._update.measure(*args)
+
+    def apply(self, *args: Any) -> Any:
+        """The second half."""
+        with self._updating():
+            return self._update.apply(*args)
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

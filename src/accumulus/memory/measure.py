@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from accumulus import pytree
+from accumulus.errors import BatchError
 from accumulus.memory.fake import count_update, fake_update
 from accumulus.memory.live import PARTS, LiveBytes, Timeline, held_by, parameters_of
 from accumulus.memory.rehearsal import Pieces, Rehearsal, resized
@@ -54,7 +55,7 @@ class MeasuredWindow:
         self._precision = precision
         self._device = device
         self._collate = collate
-        self._tree = pytree.sliceable(batch) if collate is None else None
+        self._tree = _example(batch, collate)
 
     def run(self, size: int) -> Timeline:
         """Runs one window.
@@ -90,11 +91,12 @@ class MeasuredWindow:
             step.update = _Noting(step.update, note_graded)  # type: ignore[assignment]
             before = _allocated(self._device, reset=True)
             with live.watching(step):
+                held_bytes = live.current_bytes
                 step(Pieces(lambda: self._make(size), size, 2))
-            unseen = _allocated(self._device, reset=False) - before
+            grown_bytes = _allocated(self._device, reset=False) - before
         passes = live.timeline()
         if self._device.type == "cuda":
-            passes = _with_unseen(passes, unseen)
+            passes = _with_unseen(passes, held_bytes + grown_bytes)
         update, state_bytes = _update(self._optimizer, graded, self._device)
         return _joined(passes, update, state_bytes)
 
@@ -103,7 +105,19 @@ class MeasuredWindow:
             assert self._collate is not None  # else there would be a tree
             whole, rest = divmod(size, len(self._batch))
             return to_device(self._collate([*list(self._batch) * whole, *self._batch[:rest]]), self._device)
-        return to_device(resized(self._tree, size, _first_rows), self._device)
+        made = to_device(resized(self._tree, size, _first_rows), self._device)
+        is_new = self._collate is not None and self._device.type == "cpu"
+        return pytree.map_tensors(torch.clone, made) if is_new else made
+
+
+def _example(batch: Any, collate: Callable[[Any], Any] | None) -> pytree.Sliceable | None:
+    """The batch, padded to its longest sample where there is a `collate`; None where only `collate` can cut it."""
+    if collate is None:
+        return pytree.sliceable(batch)
+    try:
+        return pytree.sliceable(collate(batch))
+    except BatchError:
+        return None
 
 
 def _update(optimizer: Any, graded: list[tuple[Tensor, Tensor]], device: torch.device) -> tuple[Timeline, int]:
@@ -181,11 +195,10 @@ def _allocated(device: torch.device, *, reset: bool) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def _with_unseen(timeline: Timeline, grown_bytes: int) -> Timeline:
+def _with_unseen(timeline: Timeline, peak_bytes: int) -> Timeline:
     """Adds what kernels allocate inside themselves, which the allocator saw and the count did not, as temporary."""
-    counted = int(timeline.part_bytes.sum(axis=1).max() - timeline.part_bytes[0].sum())
     table = timeline.part_bytes.copy()
-    table[:, PARTS.index("temporary")] += max(0, grown_bytes - counted)
+    table[:, PARTS.index("temporary")] += max(0, peak_bytes - int(table.sum(axis=1).max()))
     return Timeline(table, timeline.phases, timeline.events)
 
 

@@ -34,6 +34,7 @@ class Pieces:
         self._make = make
         self.sizes = [size] * count
         self.num_samples = size * count
+        self.order = None
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         for index in range(1, len(self.sizes) + 1):
