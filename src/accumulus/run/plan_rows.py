@@ -87,12 +87,12 @@ class Choice:
 
     Args:
         row: one of the table's.
-        reason: clauses that say why this precision and this size.
+        reasons: why this precision, and why this size.
         command: what to type.
     """
 
     row: Row
-    reason: str
+    reasons: tuple[str, ...]
     command: str = ""
 
 
@@ -207,26 +207,27 @@ def choose(
             row = next((row for row in rows if (row.precision, row.microbatch) == (precision, size)), None)
             if row is not None:
                 why = why_precision(precision, fast=fast, fast_reason=fast_reason, listed=order)
-                return Choice(row=row, reason=f"{why}; {why_size(row, batch_size=batch_size)}")
+                return Choice(row=row, reasons=(why, why_size(row, batch_size=batch_size)))
     return None
 
 
 def why_precision(precision: str, *, fast: str, fast_reason: str, listed: Sequence[str]) -> str:
-    """A clause that says why this precision."""
+    """A sentence that says why this precision."""
     if precision == fast:
-        return f"{fast}: {fast_reason}" if fast_reason else f"{fast} is what this device does fast"
-    if fast in listed:
-        return f"{precision}, because {fast}, which this device does fast, does not fit"
-    return f"{precision}, because {fast}, which this device does fast, is not among --precisions"
+        return f"{fast}: {fast_reason}."
+    why = "does not fit safely" if fast in listed else "is not among --precisions"
+    return f"{precision}: {fast}, the choice for speed ({fast_reason}), {why}."
 
 
 def why_size(row: Row, *, batch_size: int) -> str:
-    """A clause that says why this size."""
-    share = f"{100 * row.limit_ratio:.3g} % of the memory"
+    """A sentence that says why this size."""
     if row.verdict == TIGHT:
-        return f"it fits, but tightly ({share}): free memory before you start"
+        return f"{row.microbatch}: it fits, but beyond {SAFE_RATIO:.0%} of the memory; free some before you start."
     if row.microbatch == batch_size:
-        return f"the whole batch fits at once ({share})"
+        return f"{row.microbatch}: the whole batch fits at once."
     if row.microbatch & (row.microbatch - 1):
-        return f"the largest power of two that is safe needs as many micro-batches, and this one is even ({share})"
-    return f"the largest power of two that stays within {SAFE_RATIO:.0%} of the memory ({share})"
+        return (
+            f"{row.microbatch}: equal micro-batches, and as few as with the largest power of two within "
+            f"{SAFE_RATIO:.0%} of the memory."
+        )
+    return f"{row.microbatch}: the largest power of two within {SAFE_RATIO:.0%} of the memory."
