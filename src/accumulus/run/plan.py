@@ -1,0 +1,264 @@
+"""`accumulus plan`: peak memory by precision and micro-batch, before anything is trained, and what to choose."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from accumulus import AccumulusError, PrecisionError, memory
+from accumulus.errors import UsageError
+from accumulus.run.batches import Batches
+from accumulus.run.build import choose_precision
+from accumulus.run.config import PlanConfig
+from accumulus.run.parts import collate_of
+from accumulus.run.plan_measures import Job, explain_shortfall
+from accumulus.run.plan_result import Plan
+from accumulus.run.plan_rows import Choice, Curve, Estimate, choose, make_rows
+from accumulus.run.plan_table import show_plan
+from accumulus.run.plan_target import Target, find_target
+from accumulus.run.task import Task, load_task, make_optimizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subject:
+    """What is estimated: a task, its optimizer, and the batch that needs most."""
+
+    spec: str
+    task: Task
+    optimizer: Any
+    batch: list[Any]
+    device: torch.device
+
+    def curve(self, precision: str) -> Curve:
+        """Peak over micro-batch."""
+        return memory.curve(
+            self.task.model,
+            self.optimizer,
+            self.task.loss_fn,
+            self.batch,
+            precision=precision,
+            largest=len(self.batch),
+            collate=collate_of(self.task),
+            device=self.device,
+        )
+
+    def estimate(self, model: nn.Module, optimizer: Any, precision: str) -> Estimate:
+        """What one sample needs, with this model or a changed one."""
+        return memory.estimate(
+            model,
+            optimizer,
+            self.task.loss_fn,
+            self.batch,
+            precision=precision,
+            microbatch=1,
+            collate=collate_of(self.task),
+            device=self.device,
+        )
+
+
+def plan(config: PlanConfig) -> int:
+    """Estimates, prints the table, the picture and the recommendation, and writes the files that were asked for.
+
+    Args:
+        config: the task and the memory to fit into.
+
+    Returns:
+        The exit code: 1 where not even one sample fits.
+
+    Raises:
+        UsageError: bad input. Nothing was printed then.
+
+    Cost:
+        A few seconds: one curve for each precision, on tensors without data. No parameter is changed or moved.
+    """
+    config.validate()
+    if config.picture is not None:
+        from accumulus.run.plan_picture import require_charts
+
+        require_charts()
+    console = Console()
+    with console.status("estimating"):
+        found = make_plan(config)
+    show_plan(console, found)
+    if config.json is not None:
+        write_json(Path(config.json), found)
+    if config.picture is not None:
+        from accumulus.run.plan_picture import write_picture
+
+        write_picture(Path(config.picture), found)
+    return 1 if found.choice is None else 0
+
+
+def make_plan(config: PlanConfig) -> Plan:
+    """All that there is to say about a task's memory.
+
+    Args:
+        config: the task and the memory to fit into; valid.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UsageError: the task, the device or the memory cannot be used.
+    """
+    target = find_target(config)
+    subject, batch_note = make_subject(config, target)
+    with complaints(config.task):
+        curves, notes = make_curves(config, subject, target)
+        rows = make_rows(curves, target.limit, batch_size=config.batch_size, asked=config.microbatch_size())
+        choice = choose(
+            rows,
+            curves,
+            target.limit,
+            fast=str(target.fast),
+            fast_reason=target.fast.reason,
+            batch_size=config.batch_size,
+        )
+        shortfall = None
+        if choice is None:
+            least = min(curves, key=lambda name: curves[name].at(1).peak_bytes)
+            job = Job(
+                model=subject.task.model, optimizer=subject.optimizer, precision=least, estimate=subject.estimate
+            )
+            shortfall = explain_shortfall(job, target.limit)
+    methods = [f"{row.precision}: {row.note}" for row in rows if row.note]
+    return Plan(
+        task=config.task,
+        batch_size=config.batch_size,
+        device=target.name,
+        kernels=target.kernels,
+        limit=target.limit,
+        rows=rows,
+        choice=None if choice is None else with_command(choice, config, target),
+        shortfall=shortfall,
+        notes=(batch_note, target.kernels, *notes, *dict.fromkeys(methods)),
+    )
+
+
+def make_subject(config: PlanConfig, target: Target) -> tuple[Subject, str]:
+    """The task with its optimizer and the batch that needs most; nothing is moved to the device.
+
+    Args:
+        config: the task.
+        target: whose kernels count.
+
+    Returns:
+        The subject, and a sentence about its batch.
+
+    Raises:
+        UsageError: the task cannot be loaded, or has too few samples.
+    """
+    torch.manual_seed(config.seed)
+    task = load_task(config.task, config.task_options())
+    batch, note = heaviest_batch(config, task)
+    return (
+        Subject(
+            spec=config.task,
+            task=task,
+            optimizer=make_optimizer(config.task, task),
+            batch=batch,
+            device=target.device,
+        ),
+        note,
+    )
+
+
+def heaviest_batch(config: PlanConfig, task: Task) -> tuple[list[Any], str]:
+    """The batch for which the plan must hold.
+
+    Args:
+        config: its size.
+        task: its samples.
+
+    Returns:
+        The longest samples, longest first, where the task says how long a sample is; else the first step's batch. And
+        a sentence that says which.
+
+    Raises:
+        UsageError: there are fewer samples.
+
+    Cost:
+        Where the task has a `length`, every sample is read once.
+    """
+    data, size = task.train_data, config.batch_size
+    if size > len(data):
+        raise UsageError(f"--batch-size {size} is more than the {len(data)} samples of task {config.task!r}; make it smaller")
+    if task.length is None:
+        first = Batches(data, batch_size=size, seed=config.seed)[0]
+        return first, "Estimated for the first step's batch; other batches need more only if their samples are larger."
+    length = task.length
+    longest = heapq.nlargest(size, range(len(data)), key=lambda index: length(data[index]))
+    return [data[index] for index in longest], f"Estimated for the {size} longest samples, so it holds for every batch."
+
+
+def make_curves(config: PlanConfig, subject: Subject, target: Target) -> tuple[dict[str, Curve], list[str]]:
+    """Peak over micro-batch for each precision that can be used.
+
+    Args:
+        config: the precisions.
+        subject: what is estimated.
+        target: what "auto" stands for, and whose kernels count.
+
+    Returns:
+        Curves by precision, and a sentence for each precision that is left out.
+
+    Raises:
+        UsageError: none of the precisions can be used.
+    """
+    asked = [str(target.fast) if name == "auto" else name for name in config.precisions]
+    curves: dict[str, Curve] = {}
+    left_out: dict[str, str] = {}
+    for name in dict.fromkeys(asked):
+        try:
+            choose_precision(name, target.device).check(subject.task.model)
+            curves[name] = subject.curve(name)
+        except (PrecisionError, UsageError) as error:
+            left_out[name] = f"{name} is left out: {error}"
+    if not curves:
+        raise UsageError(next(iter(left_out.values())))
+    return curves, list(left_out.values())
+
+
+@contextmanager
+def complaints(spec: str) -> Iterator[None]:
+    """What the library says against a task becomes one line with the task's name."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except AccumulusError as error:
+        raise UsageError(f"task {spec!r}: {error}") from error
+
+
+def with_command(choice: Choice, config: PlanConfig, target: Target) -> Choice:
+    """The choice with what to type."""
+    config = config if target.is_here else replace(config, device="auto")
+    words = config.train_words(precision=choice.row.precision, microbatch=choice.row.microbatch)
+    return replace(choice, command=shlex.join(["accumulus", "train", *words]))
+
+
+def write_json(path: Path, found: Plan) -> None:
+    """Writes the figures.
+
+    Args:
+        path: the file; replaced.
+        found: the plan.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    content: Mapping[str, Any] = found.to_dict()
+    try:
+        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written ({error.strerror}); give another file") from None
