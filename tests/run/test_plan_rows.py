@@ -1,7 +1,6 @@
 """Laws of the rows against a slow search over every size, on curves that are straight lines."""
 
 import math
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -9,41 +8,7 @@ from hypothesis import strategies as st
 
 from accumulus.run.plan_rows import Limit, choose, choose_size, list_sizes, make_rows
 
-PARTS = ("parameters", "gradients", "optimizer state", "cast weights", "activations", "temporary")
-
-
-@dataclass(frozen=True)
-class Line:
-    """A peak of `fixed` bytes and `each` more a sample; what a real curve offers, without a model."""
-
-    fixed: int
-    each: int
-
-    def at(self, microbatch):
-        return LineEstimate(self.fixed, self.each * microbatch)
-
-    def largest(self, limit_bytes, at_most):
-        return max((size for size in range(1, at_most + 1) if self.fixed + self.each * size <= limit_bytes), default=0)
-
-
-@dataclass(frozen=True)
-class LineEstimate:
-    fixed: int
-    activations: int
-    phase: str = "backward"
-    method: str = "fake"
-    note: str = ""
-    parts: dict = field(init=False)
-
-    def __post_init__(self):
-        object.__setattr__(
-            self, "parts", dict.fromkeys(PARTS, 0) | {"parameters": self.fixed, "activations": self.activations}
-        )
-
-    @property
-    def peak_bytes(self):
-        return self.fixed + self.activations
-
+from .lines import Line
 
 def limit(size):
     return Limit(limit_bytes=size, source="given")

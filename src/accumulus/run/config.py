@@ -250,8 +250,8 @@ class PlanConfig(TaskConfig):
     memory: Annotated[str, tyro.conf.arg(metavar="24GiB|auto")] = "auto"
     """The memory to fit into. auto: what is free on the device now, or all that an accelerator of that name has."""
 
-    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    """Precisions to list."""
+    precisions: tuple[str, ...] = ("fp32", "bf16", "auto")
+    """Precisions to list; auto is the one that the device does fast. fp16 takes what bf16 takes."""
 
     json: Name = None
     """A file for the figures."""

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from accumulus import AccumulusError, PrecisionError, memory
+from accumulus import AccumulusError, Precision, PrecisionError, memory
 from accumulus.errors import UsageError
 from accumulus.run.batches import Batches
 from accumulus.run.build import choose_precision
@@ -131,7 +131,6 @@ def make_plan(config: PlanConfig) -> Plan:
                 model=subject.task.model, optimizer=subject.optimizer, precision=least, estimate=subject.estimate
             )
             shortfall = explain_shortfall(job, target.limit)
-    methods = [f"{row.precision}: {row.note}" for row in rows if row.note]
     return Plan(
         task=config.task,
         batch_size=config.batch_size,
@@ -141,7 +140,7 @@ def make_plan(config: PlanConfig) -> Plan:
         rows=rows,
         choice=None if choice is None else with_command(choice, config, target),
         shortfall=shortfall,
-        notes=(batch_note, target.kernels, *notes, *dict.fromkeys(methods)),
+        notes=(batch_note, target.kernels, *method_notes(curves), *notes),
     )
 
 
@@ -220,13 +219,35 @@ def make_curves(config: PlanConfig, subject: Subject, target: Target) -> tuple[d
     left_out: dict[str, str] = {}
     for name in dict.fromkeys(asked):
         try:
-            choose_precision(name, target.device).check(subject.task.model)
+            usable_precision(name, target).check(subject.task.model)
             curves[name] = subject.curve(name)
         except (PrecisionError, UsageError) as error:
             left_out[name] = f"{name} is left out: {error}"
     if not curves:
         raise UsageError(next(iter(left_out.values())))
     return curves, list(left_out.values())
+
+
+def usable_precision(name: str, target: Target) -> Precision:
+    """The precision of that name, if the device, as far as it is here, has it."""
+    return choose_precision(name, target.device) if target.is_here else Precision.parse(name)
+
+
+def method_notes(curves: Mapping[str, Curve]) -> list[str]:
+    """What the estimates say of themselves, each once, with the precisions that it concerns where not all do."""
+    concerned: dict[str, list[str]] = {}
+    for name, curve in curves.items():
+        concerned.setdefault(curve.at(1).note, []).append(name)
+    return [
+        sentence(note if len(names) == len(curves) else f"{', '.join(names)}: {note}")
+        for note, names in concerned.items()
+        if note
+    ]
+
+
+def sentence(text: str) -> str:
+    """A clause with a capital letter and a full stop, as the notes beside it have."""
+    return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
 @contextmanager

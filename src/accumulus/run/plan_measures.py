@@ -145,8 +145,8 @@ def measure(job: Job, changes: tuple[str, ...], now: Estimate, limit: Limit) -> 
         if change in changes:
             optimizer = smaller_optimizer(job.optimizer, momentum=momentum)
             hows.append(
-                f"estimated with torch.optim.SGD in place of {type(job.optimizer).__name__}, whose state takes "
-                f"{format_bytes(state_of(now))}; it learns differently."
+                f"estimated with torch.optim.SGD in place of {type(job.optimizer).__name__}, whose state is "
+                f"{format_bytes(state_of(now))}; it needs another learning rate."
             )
     if PURE in changes:
         before = job.estimate(model, optimizer, "bf16")

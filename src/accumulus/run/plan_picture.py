@@ -11,7 +11,7 @@ from typing import Any
 
 from accumulus.errors import UsageError
 from accumulus.run.plan_result import Plan
-from accumulus.run.plan_rows import FITS, TOO_LARGE, Row
+from accumulus.run.plan_rows import TIGHT, TOO_LARGE, Row
 from accumulus.run.plan_table import Unit, choose_unit
 from accumulus.units import format_bytes
 
@@ -100,44 +100,20 @@ def make_chart(found: Plan) -> Any:
     """
     import altair
 
-    unit = choose_unit([row.peak_bytes for row in found.rows])
-    limit = found.limit.limit_bytes / unit.size
-    end = axis_end(found) / unit.size
-    labels = make_labels(found)
+    rows = drawn_rows(found)
+    unit = choose_unit([row.peak_bytes for row in rows])
+    limit, end = found.limit.limit_bytes / unit.size, axis_end(rows, found.limit.limit_bytes) / unit.size
+    labels = make_labels(rows)
     y = altair.Y("label:N", sort=None, scale=altair.Scale(domain=labels), title=None)
-    x_axis = altair.Axis(title=f"peak memory, {unit.name}", tickCount=6, format="~g")
-    bars = (
-        altair.Chart(altair.Data(values=part_records(found, unit, end)))
-        .mark_bar(clip=True)
-        .encode(
-            x=altair.X("start:Q", scale=altair.Scale(domain=[0, end], nice=False), axis=x_axis),
-            x2="end:Q",
-            y=y,
-            color=altair.Color(
-                "part:N",
-                scale=altair.Scale(domain=list(COLORS), range=list(COLORS.values())),
-                legend=altair.Legend(title=None, orient="top", columns=3, symbolType="square", labelLimit=160),
-            ),
-            opacity=altair.Opacity("fits:N", scale=altair.Scale(domain=[True, False], range=[1, 0.4]), legend=None),
-            tooltip=["precision:N", "microbatch:Q", "part:N", "size:N", "peak:N"],
-        )
-    )
-    numbers = (
-        altair.Chart(altair.Data(values=peak_records(found, unit, end)))
-        .mark_text(align="left", dx=5, fontSize=12)
-        .encode(x="at:Q", y=y, text="text:N")
-    )
-    layers = [bars, numbers]
+    layers = [
+        bar_layer(part_records(rows, unit, end), y, title=f"peak memory, {unit.name}", end=end),
+        *number_layers(peak_records(found, unit, end), y),
+    ]
     if limit <= end:
-        rule = altair.Chart(altair.Data(values=[{"limit": limit, "text": limit_text(found)}]))
-        layers.append(rule.mark_rule(strokeWidth=2, strokeDash=[6, 4]).encode(x="limit:Q"))
-        layers.append(rule.mark_text(align="right", baseline="bottom", dx=-4, dy=-4, fontSize=12, fontWeight="bold", y=0).encode(x="limit:Q", text="text:N"))
+        layers += limit_layers(limit, end, limit_text(found))
     return (
         altair.layer(*layers)
-        .properties(
-            height=BAR_HEIGHT * len(labels),
-            description=describe(found),
-        )
+        .properties(height=BAR_HEIGHT * len(labels), description=describe(found))
         .configure_view(stroke=None)
         .configure_axis(labelFontSize=12, titleFontSize=12, labelLimit=200)
         .configure_axisY(domain=False, ticks=False, labelPadding=8)
@@ -145,12 +121,71 @@ def make_chart(found: Plan) -> Any:
     )
 
 
-def axis_end(found: Plan) -> float:
+def bar_layer(records: list[dict[str, Any]], y: Any, *, title: str, end: float) -> Any:
+    """The stacked bars; what does not fit is pale.
+
+    Args:
+        records: of `part_records`.
+        y: where each bar stands.
+        title: of the axis.
+        end: of the axis, in the chart's unit.
+
+    Returns:
+        An altair chart.
+    """
+    import altair
+
+    parts = [part for part in COLORS if any(record["part"] == part for record in records)]
+    colors = altair.Scale(domain=parts, range=[COLORS[part] for part in parts])
+    legend = altair.Legend(title=None, orient="top", columns=3, symbolType="square", labelLimit=160)
+    axis = altair.Axis(title=title, tickCount=6, format=".6~g")
+    paleness = altair.Scale(domain=[True, False], range=[1, 0.4])
+    return (
+        altair.Chart(altair.Data(values=records))
+        .mark_bar(clip=True)
+        .encode(
+            x=altair.X("start:Q", scale=altair.Scale(domain=[0, end], nice=False), axis=axis),
+            x2="end:Q",
+            y=y,
+            color=altair.Color("part:N", scale=colors, legend=legend),
+            opacity=altair.Opacity("full_color:N", scale=paleness, legend=None),
+            tooltip=["precision:N", "microbatch:Q", "part:N", "size:N", "peak:N"],
+        )
+    )
+
+
+def number_layers(records: list[dict[str, Any]], y: Any) -> list[Any]:
+    """Each bar's peak as text behind it; the recommended one's in bold."""
+    import altair
+
+    return [
+        altair.Chart(altair.Data(values=[record for record in records if record["bold"] == bold]))
+        .mark_text(align="left", dx=5, fontSize=12, fontWeight="bold" if bold else "normal")
+        .encode(x="at:Q", y=y, text="text:N")
+        for bold in (False, True)
+    ]
+
+
+def limit_layers(limit: float, end: float, text: str) -> list[Any]:
+    """A dashed line at the limit, and above it what it is."""
+    import altair
+
+    rule = altair.Chart(altair.Data(values=[{"limit": limit, "text": text}])).encode(x="limit:Q")
+    align = "right" if 2 * limit > end else "left"
+    above = rule.mark_text(align=align, baseline="bottom", dy=-4, fontSize=12, fontWeight="bold", y=0)
+    return [rule.mark_rule(strokeWidth=2, strokeDash=[6, 4]), above.encode(text="text:N")]
+
+
+def drawn_rows(found: Plan) -> list[Row]:
+    """All rows; where nothing fits, one sample in each precision."""
+    return list(found.rows) if found.choice is not None else [row for row in found.rows if row.microbatch == 1]
+
+
+def axis_end(rows: list[Row], limit_bytes: int) -> float:
     """The bytes at which the axis ends: the longest bar, cut beyond the limit where some bar ends before it."""
-    peaks = [row.peak_bytes for row in found.rows]
-    limit = found.limit.limit_bytes
-    longest = min(max(peaks), BEYOND * limit) if min(peaks) <= limit else max(peaks)
-    return longest if 3 * longest < limit else max(longest, 1.02 * limit)
+    peaks = [row.peak_bytes for row in rows]
+    longest = min(max(peaks), BEYOND * limit_bytes) if min(peaks) <= limit_bytes else max(peaks)
+    return longest if 3 * longest < limit_bytes else max(longest, 1.02 * limit_bytes)
 
 
 def label_of(row: Row) -> str:
@@ -158,22 +193,23 @@ def label_of(row: Row) -> str:
     return f"{row.precision} × {row.microbatch}"  # noqa: RUF001
 
 
-def make_labels(found: Plan) -> list[str]:
+def make_labels(rows: list[Row]) -> list[str]:
     """The labels from top to bottom, with an empty one, each of another width, between two precisions."""
     labels: list[str] = []
-    before = found.rows[0].precision
-    for row in found.rows:
-        if row.precision != before:
+    before = rows[0].precision
+    for row in rows:
+        if row.precision != before and len(rows) > len({row.precision for row in rows}):
             labels.append(" " * (1 + sum(not label.strip() for label in labels)))
         before = row.precision
         labels.append(label_of(row))
     return labels
 
 
-def part_records(found: Plan, unit: Unit, end: float) -> list[dict[str, Any]]:
+def part_records(rows: list[Row], unit: Unit, end: float) -> list[dict[str, Any]]:
     """One record for each part of each bar, with where it starts and ends in the chart's unit."""
     records = []
-    for row in found.rows:
+    some_fit = any(row.verdict != TOO_LARGE for row in rows)
+    for row in rows:
         total = 0
         for part, num_bytes in row.parts.items():
             records.append(
@@ -186,7 +222,7 @@ def part_records(found: Plan, unit: Unit, end: float) -> list[dict[str, Any]]:
                     "end": min((total + num_bytes) / unit.size, end),
                     "size": format_bytes(num_bytes),
                     "peak": format_bytes(row.peak_bytes),
-                    "fits": row.verdict != TOO_LARGE,
+                    "full_color": row.verdict != TOO_LARGE or not some_fit,
                 }
             )
             total += num_bytes
@@ -196,14 +232,15 @@ def part_records(found: Plan, unit: Unit, end: float) -> list[dict[str, Any]]:
 def peak_records(found: Plan, unit: Unit, end: float) -> list[dict[str, Any]]:
     """One record a bar: its peak as text, and what the text says besides."""
     chosen = None if found.choice is None else found.choice.row
-    words = {TOO_LARGE: " too large", FITS: ""}
+    words = {TOO_LARGE: " too large", TIGHT: " tight"}
     return [
         {
             "label": label_of(row),
             "at": min(row.peak_bytes / unit.size, end),
-            "text": unit.show(row.peak_bytes) + (" ◀ choose" if row == chosen else words.get(row.verdict, " tight")),
+            "text": unit.show(row.peak_bytes) + words.get(row.verdict, " recommended" if row == chosen else ""),
+            "bold": row == chosen,
         }
-        for row in found.rows
+        for row in drawn_rows(found)
     ]
 
 

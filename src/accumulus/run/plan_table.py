@@ -69,7 +69,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     """
     unit = choose_unit([row.peak_bytes for row in plan.rows])
     console.print(
-        f"Peak memory of one step of {plan.task}, batch {plan.batch_size}, in {unit.name}; "
+        f"{plan.task}, batch {plan.batch_size}: peak memory of a step in {unit.name}; "
         f"limit {format_bytes(plan.limit.limit_bytes)} ({plan.limit.source})",
         markup=False,
         highlight=False,

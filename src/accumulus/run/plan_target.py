@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,12 +12,10 @@ from accumulus.errors import UsageError
 from accumulus.run.config import PlanConfig
 from accumulus.run.machine import choose_device, device_name
 from accumulus.run.plan_rows import Limit
-from accumulus.units import format_bytes
 
-VOLTA_AND_TURING = ("V100", "TITAN V", "T4", "RTX 20", "RTX 8000")
-OLDER = ("P100", "P40", "GTX")
-"""Accelerators without bf16 matrix units, by how their names begin. Source: the compute capabilities that NVIDIA
-lists (https://developer.nvidia.com/cuda-gpus): below 8.0, and below 7.0."""
+WITHOUT_BF16 = {"V100": "fp16", "T4": "fp16", "P100": "fp32"}
+"""Known accelerators that are older than bf16 matrix units, and what they do fast. Source: NVIDIA's table of compute
+capabilities (https://developer.nvidia.com/cuda-gpus): 7.0, 7.5 and 6.0, and bf16 came with 8.0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,45 +52,68 @@ def find_target(config: PlanConfig) -> Target:
         UsageError: the device is neither here nor a known name, or the memory is not a size.
     """
     given_bytes = None if config.memory == "auto" else parse_memory(config.memory)
-    named_bytes = known_bytes(config.device)
-    if named_bytes is None:
-        return target_here(config, given_bytes)
-    source = f"all that an {config.device} has"
+    if config.device == "auto" or is_torch_device(config.device):
+        return target_here(config.device, given_bytes)
+    own_bytes = known_bytes(config.device)
     return Target(
         name=config.device,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        limit=make_limit(config.memory, given_bytes, named_bytes, source),
+        device=torch.device("cuda"),
+        limit=make_limit(given_bytes, own_bytes, f"all of {config.device}"),
         fast=fast_by_name(config.device),
         kernels=kernels_by_name(config.device),
         is_here=False,
     )
 
 
-def target_here(config: PlanConfig, given_bytes: int | None) -> Target:
-    """A device of this machine."""
-    if config.device != "auto" and not is_torch_device(config.device):
-        raise UsageError(
-            f"--device {config.device!r} is neither a torch device (cpu, cuda, ...) nor the name of an accelerator whose "
-            "memory is known; give --memory 24GiB instead"
-        )
-    device = choose_device(config.device)
-    free_bytes = memory.available_bytes(device) if given_bytes is None else 0
+def target_here(name: str, given_bytes: int | None) -> Target:
+    """A device of this machine.
+
+    Args:
+        name: "auto" or a torch device.
+        given_bytes: what the user gave as its memory.
+
+    Returns:
+        The target.
+
+    Raises:
+        UsageError: it is not there, or does not say how much memory is free.
+    """
+    try:
+        device = choose_device(name)
+    except UsageError as error:
+        raise UsageError(f"{error}, or an accelerator's name, such as A100-40GB") from None
+    try:
+        free_bytes = memory.available_bytes(device) if given_bytes is None else 0
+    except AccumulusError as error:
+        raise UsageError(f"--memory auto: {error}; --memory 24GiB is an example") from None
     return Target(
         name=str(device),
         device=device,
-        limit=make_limit(config.memory, given_bytes, free_bytes, f"free on {device} now"),
+        limit=make_limit(given_bytes, free_bytes, f"free on {device} now"),
         fast=Precision.parse("auto", device),
-        kernels=f"Counted for the kernels of {device_name(device) or device}.",
+        kernels=f"Counted for the kernels of {device_name(device)}.",
         is_here=True,
     )
 
 
-def make_limit(given: str, given_bytes: int | None, own_bytes: int, source: str) -> Limit:
-    """What the user gave, or else the device's own."""
+def make_limit(given_bytes: int | None, own_bytes: int, source: str) -> Limit:
+    """What the user gave, or else the device's own.
+
+    Args:
+        given_bytes: what the user gave.
+        own_bytes: what the device has.
+        source: what the latter is.
+
+    Returns:
+        A limit of at least 1 byte.
+
+    Raises:
+        UsageError: nothing is free.
+    """
     if given_bytes is not None:
-        return Limit(limit_bytes=given_bytes, source=f"--memory {given}")
-    if own_bytes <= 0:
-        raise UsageError(f"--memory auto: the limit is {format_bytes(0)} ({source}); give one, such as --memory 24GiB")
+        return Limit(limit_bytes=given_bytes, source="given")
+    if own_bytes < 1:
+        raise UsageError(f"--memory auto: 0 bytes are {source}; free some, or give a size, such as --memory 24GiB")
     return Limit(limit_bytes=own_bytes, source=source)
 
 
@@ -108,20 +130,27 @@ def parse_memory(text: str) -> int:
         UsageError: it is not a size.
     """
     try:
-        num_bytes = memory.parse_bytes(text)
-    except (AccumulusError, ValueError) as error:
+        return memory.parse_bytes(text)
+    except AccumulusError as error:
         raise UsageError(f"--memory {text}: {error}") from None
-    if num_bytes < 1:
-        raise UsageError(f"--memory {text} must be larger than 0; 24GiB is an example")
-    return num_bytes
 
 
-def known_bytes(name: str) -> int | None:
-    """The memory of a well-known accelerator; None where the name is not one of them."""
+def known_bytes(name: str) -> int:
+    """The memory of a well-known accelerator.
+
+    Args:
+        name: such as "A100-40GB".
+
+    Returns:
+        Bytes.
+
+    Raises:
+        UsageError: it is not known; the text names the nearest.
+    """
     try:
         return memory.device_bytes(name)
-    except (AccumulusError, ValueError, KeyError):
-        return None
+    except AccumulusError as error:
+        raise UsageError(f"--device {name} is no torch device, and as an accelerator's name: {error}") from None
 
 
 def is_torch_device(name: str) -> bool:
@@ -142,26 +171,17 @@ def fast_by_name(name: str) -> Precision:
     Returns:
         fp32, fp16 or bf16, and why.
     """
-    upper = name.upper().removeprefix("NVIDIA ").removeprefix("TESLA ")
-    if upper.startswith(OLDER):
-        return named_precision("fp32", f"{name} has no 16-bit matrix units")
-    if upper.startswith(VOLTA_AND_TURING):
-        return named_precision("fp16", f"{name} has fp16 matrix units and none for bf16")
-    return named_precision("bf16", f"{name} has bf16 matrix units")
-
-
-
-
-def named_precision(name: str, reason: str) -> Precision:
-    """A precision and why it was chosen."""
-    return replace(Precision.parse(name), reason=reason)
+    words = re.split(r"[\s_-]+", name.upper())
+    fast = next((WITHOUT_BF16[word] for word in words if word in WITHOUT_BF16), "bf16")
+    reasons = {
+        "bf16": f"{name} has bf16 matrix units",
+        "fp16": f"{name} has fp16 matrix units and none for bf16",
+        "fp32": f"{name} has no 16-bit matrix units",
+    }
+    return replace(Precision.parse(fast), reason=reasons[fast])
 
 
 def kernels_by_name(name: str) -> str:
-    """Whose kernels the estimates for an accelerator that is known by its name assume."""
-    if torch.cuda.is_available():
-        return f"Counted for the kernels of {torch.cuda.get_device_name()}, which is here; {name}'s may differ."
-    return (
-        f"Counted for this CPU's kernels, because no CUDA device is here: {name}'s own attention kernels and workspaces "
-        "may need more or less."
-    )
+    """What may be different on an accelerator that is known by its name only."""
+    here = f"Counted for {torch.cuda.get_device_name()}. " if torch.cuda.is_available() else ""
+    return f"{here}{name} itself is not here: its own attention kernels and workspaces may need more or less."
