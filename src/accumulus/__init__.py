@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from accumulus.errors import (
     AccumulusError,
     BatchError,
+    CorruptStepError,
     LossError,
+    MemoryLimitError,
     OptimizerError,
+    OutOfMemoryError,
     PrecisionError,
     ScaleCollapseError,
     SplitError,
@@ -21,6 +24,7 @@ from accumulus.errors import (
 )
 
 if TYPE_CHECKING:
+    from accumulus import memory
     from accumulus.lookahead import windows
     from accumulus.microbatch import by_count, to_device
     from accumulus.precision import Precision
@@ -45,6 +49,7 @@ _HOMES = {
     "Task": "run.task",
     "TrainStep": "step",
     "by_count": "microbatch",
+    "memory": "memory",
     "random_state": "rng",
     "set_random_state": "rng",
     "to_device": "microbatch",
@@ -55,11 +60,14 @@ __all__ = [
     "Accumulator",
     "AccumulusError",
     "BatchError",
+    "CorruptStepError",
     "DynamicScale",
     "Loss",
     "LossError",
+    "MemoryLimitError",
     "NoScale",
     "OptimizerError",
+    "OutOfMemoryError",
     "Precision",
     "PrecisionError",
     "ScaleCollapseError",
@@ -74,6 +82,7 @@ __all__ = [
     "WeightError",
     "WindowError",
     "by_count",
+    "memory",
     "random_state",
     "set_random_state",
     "to_device",
@@ -84,7 +93,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'accumulus' has no attribute {name!r}")
-    value = getattr(import_module(f"accumulus.{_HOMES[name]}"), name)
+    home = import_module(f"accumulus.{_HOMES[name]}")
+    value = home if name == _HOMES[name] else getattr(home, name)  # `memory` is a module itself
     globals()[name] = value
     return value
 

@@ -25,7 +25,7 @@ from accumulus.host import Flag, Scalar
 from accumulus.together import members
 from accumulus.types import HALF_DTYPES, Model, Optimizer, describe
 
-__all__ = ["Report", "Update"]
+__all__ = ["Report", "Update", "check_optimizer"]
 
 FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused kernels take `grad_scale` and `found_inf`."""
@@ -92,7 +92,7 @@ class Update:
         for name, bound in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
             if bound is not None and not (isinstance(bound, (int, float)) and bound > 0):
                 raise OptimizerError(f"{name} must be above 0, or None for no clipping, not {describe(bound)}")
-        _check_optimizer(model, optimizer)
+        check_optimizer(model, optimizer)
         self.optimizer = optimizer
         self._model = model
         self._guard = guard
@@ -320,7 +320,12 @@ def dense_values(parameters: list[Parameter]) -> list[Tensor]:
     return values
 
 
-def _check_optimizer(model: Model, optimizer: Optimizer) -> None:
+def check_optimizer(model: Model, optimizer: Optimizer) -> None:
+    """Refuses an optimizer that cannot train the model from gradients that are already there.
+
+    Raises:
+        OptimizerError, PrecisionError, UnsupportedError: as `Update`.
+    """
     if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
         raise OptimizerError(
             f"optimizer must have param_groups and step(), as torch.optim's have, not {type(optimizer).__name__}"
