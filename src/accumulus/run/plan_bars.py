@@ -131,7 +131,8 @@ def limit_line(scale: Scale, *, is_ascii: bool) -> Text:
     column = scale.limit_column
     if column is None:
         times = scale.limit_bytes / scale.full_bytes
-        return Text(f"{'':{LABEL_WIDTH}}{f'{limit}, {times:.3g} x this width':>{scale.width}}", style="dim")
+        shown = f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
+        return Text(f"{'':{LABEL_WIDTH}}{f'{limit}, {shown} x this width':>{scale.width}}", style="dim")
     mark = "v" if is_ascii else "▼"
     return Text(f"{'':{LABEL_WIDTH}}{f'{limit} ':>{column}}{mark}", style="bold")
 
