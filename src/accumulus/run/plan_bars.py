@@ -20,22 +20,29 @@ BEYOND = 1.25
 
 @dataclass(frozen=True)
 class Ink:
-    """How a part is drawn."""
+    """How a part is drawn.
 
-    color: str
+    Args:
+        style: the picture's colour, on a darker one of its kind.
+        texture: what tells it from the others without colour.
+        ascii_texture: the same where there are no block characters.
+    """
+
+    style: str
     texture: str
     ascii_texture: str
 
 
 INKS = {
-    "parameters": Ink("blue", "█", "P"),
-    "gradients": Ink("dark_orange", "▓", "G"),
-    "optimizer state": Ink("green", "▒", "O"),
-    "cast weights": Ink("cyan", "░", "C"),
-    "activations": Ink("red", "▪", "A"),
-    "temporary": Ink("magenta", "·", "T"),
+    "parameters": Ink("#0072B2 on #004468", "█", "P"),
+    "gradients": Ink("#E69F00 on #7A5400", "▓", "G"),
+    "optimizer state": Ink("#009E73 on #00543D", "▒", "O"),
+    "cast weights": Ink("#56B4E9 on #1F5A7A", "░", "C"),
+    "activations": Ink("#D55E00 on #7A3600", "▪", "A"),
+    "temporary": Ink("#CC79A7 on #6E3A58", "·", "T"),
 }
-PLAIN = Ink("default", "?", "?")
+PLAIN = Ink("", "?", "?")
+LEGEND_COLUMNS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +124,14 @@ def pick_rows(plan: Plan) -> list[Row]:
 
 
 def legend(parts: Mapping[str, int], *, is_ascii: bool) -> Text:
-    """Each part's texture, in its colour, and its name."""
-    line = Text()
-    for part in parts:
+    """Each part's texture, in its colour, and its name; in columns."""
+    text = Text(no_wrap=True)
+    width = 2 + max(map(len, parts))
+    for number, part in enumerate(parts):
         ink = INKS.get(part, PLAIN)
-        line.append((ink.ascii_texture if is_ascii else ink.texture) * 2, style=ink.color).append(f" {part}  ")
-    return line
+        text.append("\n" if number and number % LEGEND_COLUMNS == 0 else "")
+        text.append((ink.ascii_texture if is_ascii else ink.texture) * 2, style=ink.style).append(f" {part:<{width}}")
+    return text
 
 
 def limit_line(scale: Scale, *, is_ascii: bool) -> Text:
@@ -154,7 +163,7 @@ def bar(row: Row, scale: Scale, *, is_ascii: bool) -> Text:
         total += num_bytes
         ink = INKS.get(part, PLAIN)
         letter = ink.ascii_texture if is_ascii else ink.texture
-        letters += [(letter, ink.color)] * (scale.column(total) - len(letters))
+        letters += [(letter, ink.style)] * (scale.column(total) - len(letters))
     letters += [(" ", "")] * (scale.width - len(letters))
     if row.peak_bytes > scale.full_bytes:
         letters[-1] = (">" if is_ascii else "▶", "bold")

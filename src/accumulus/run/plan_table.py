@@ -69,10 +69,10 @@ def show_plan(console: Console, plan: Plan) -> None:
     """
     unit = choose_unit([row.peak_bytes for row in plan.rows])
     console.print(
-        f"{plan.task}, batch {plan.batch_size}: peak memory of a step in {unit.name}; "
-        f"limit {format_bytes(plan.limit.limit_bytes)} ({plan.limit.source})",
-        markup=False,
-        highlight=False,
+        Text(f"{plan.task}, batch {plan.batch_size}, on {plan.device}\n", style="bold").append(
+            f"peak memory of a step in {unit.name}; limit {format_bytes(plan.limit.limit_bytes)} ({plan.limit.source})",
+            style="not bold",
+        )
     )
     console.print()
     console.print(make_table(plan, unit))
@@ -81,6 +81,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     console.print()
     for note in plan.notes:
         console.print(note, style="dim", markup=False, highlight=False)
+    console.print()
     if plan.choice is not None:
         show_choice(console, plan)
     if plan.shortfall is not None:
