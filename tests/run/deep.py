@@ -16,7 +16,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    def __init__(self, width=32, depth=4):
+    def __init__(self, width=32, depth=2):
         super().__init__()
         self.register_buffer("shift", torch.ones(width))
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
@@ -40,7 +40,7 @@ def loss_fn(model, rows):
     return acc.Loss(model(rows).square().sum(), rows.shape[0] * rows.shape[1])
 
 
-def make(model, **options):
+def make(model, loss_fn=loss_fn):
     lengths = torch.randint(3, 17, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     return acc.Task(
         model=model,
@@ -49,7 +49,6 @@ def make(model, **options):
         train_data=[torch.randn(length, 32) for length in lengths],
         collate=lambda samples: nn.utils.rnn.pad_sequence(samples, batch_first=True),
         length=len,
-        **options,
     )
 
 
@@ -69,15 +68,8 @@ def failing():
     def loss_fn(model, rows):
         raise RuntimeError("the loss is lost")
 
-    return acc.Task(model=Deep(), optimizer=make(Deep()).optimizer, loss_fn=loss_fn, train_data=make(Deep()).train_data)
+    return make(Deep(), loss_fn=loss_fn)
 
 
 def no_loss():
-    task = make(Deep())
-    return acc.Task(
-        model=task.model,
-        optimizer=task.optimizer,
-        loss_fn=lambda model, rows: "nothing",
-        train_data=task.train_data,
-        collate=task.collate,
-    )
+    return make(Deep(), loss_fn=lambda model, rows: "nothing")

@@ -85,14 +85,16 @@ def test_the_page_holds_every_number():
     spec = json.loads(re.search(r"^const spec = (.*);$", page, re.M)[1])
     assert "$schema" not in spec
     found = {}
-    for records in spec["datasets"].values() if "datasets" in spec else [layer["data"]["values"] for layer in spec["layer"]]:
+    for records in (
+        spec["datasets"].values() if "datasets" in spec else [layer["data"]["values"] for layer in spec["layer"]]
+    ):
         for record in records:
             if "part" in record:
                 found[record["label"], record["part"]] = record["end"] - record["start"]
     for row in plan.rows:
         for part, num_bytes in row.parts.items():
             if row.peak_bytes <= axis_end(list(plan.rows), plan.limit.limit_bytes):
-                assert found[f"{row.precision} × {row.microbatch}", part] == pytest.approx(num_bytes / GIB)
+                assert found[f"{row.precision} × {row.microbatch}", part] == pytest.approx(num_bytes / GIB)  # noqa: RUF001
 
 
 def test_names_cannot_break_the_page():
@@ -108,8 +110,8 @@ def test_what_does_not_fit_is_drawn_for_one_sample_and_explained():
     page = to_page(plan)
     assert "Not one sample fits." in page
     assert "less state + other: saves 60 B, then needs 40 B, enough" in page
-    assert "fp32 × 1" in json.dumps(make_chart(plan).to_dict(), ensure_ascii=False)
-    assert "fp32 × 16" not in json.dumps(make_chart(plan).to_dict(), ensure_ascii=False)
+    assert "fp32 × 1" in json.dumps(make_chart(plan).to_dict(), ensure_ascii=False)  # noqa: RUF001
+    assert "fp32 × 16" not in json.dumps(make_chart(plan).to_dict(), ensure_ascii=False)  # noqa: RUF001
 
 
 def test_colours_differ_and_cover_the_parts():

@@ -10,6 +10,7 @@ from accumulus.run.plan_rows import Limit, choose, choose_size, list_sizes, make
 
 from .lines import Line
 
+
 def limit(size):
     return Limit(limit_bytes=size, source="given")
 
@@ -42,7 +43,17 @@ def test_sizes_are_ordered_and_hold_the_powers_the_batch_and_the_others(batch_si
 
 @pytest.mark.parametrize(
     ("batch_size", "largest", "expected"),
-    [(256, 256, 256), (256, 255, 128), (100, 100, 100), (100, 99, 50), (100, 40, 25), (70, 40, 32), (96, 80, 48), (7, 6, 4), (1, 1, 1)],
+    [
+        (256, 256, 256),
+        (256, 255, 128),
+        (100, 100, 100),
+        (100, 99, 50),
+        (100, 40, 25),
+        (70, 40, 32),
+        (96, 80, 48),
+        (7, 6, 4),
+        (1, 1, 1),
+    ],
 )
 def test_sizes_that_are_chosen(batch_size, largest, expected):
     assert choose_size(Line(0, 1), largest, batch_size=batch_size) == expected
@@ -65,7 +76,12 @@ def test_rows_say_what_the_curve_says():
     [
         ({"fp32": Line(100, 1), "bf16": Line(100, 1)}, "bf16", ("bf16", 16), "the whole batch fits at once"),
         ({"fp32": Line(100, 10), "bf16": Line(100, 10)}, "bf16", ("bf16", 8), "largest power of two within 90%"),
-        ({"fp32": Line(100, 10), "bf16": Line(300, 10)}, "bf16", ("fp32", 8), "bf16, the choice for speed (it has units), does not fit"),
+        (
+            {"fp32": Line(100, 10), "bf16": Line(300, 10)},
+            "bf16",
+            ("fp32", 8),
+            "bf16, the choice for speed (it has units), does not fit",
+        ),
         ({"fp32": Line(100, 10)}, "bf16", ("fp32", 8), "is not among --precisions"),
         ({"fp32": Line(185, 10), "bf16": Line(190, 1)}, "fp32", ("fp32", 1), "beyond 90%"),
         ({"fp32": Line(201, 1)}, "fp32", None, ""),

@@ -23,7 +23,7 @@ from accumulus.run.config import PlanConfig
 from accumulus.run.parts import collate_of
 from accumulus.run.plan_measures import Job, explain_shortfall
 from accumulus.run.plan_result import Plan
-from accumulus.run.plan_rows import Choice, Curve, Estimate, choose, make_rows
+from accumulus.run.plan_rows import Choice, choose, make_rows
 from accumulus.run.plan_table import show_plan
 from accumulus.run.plan_target import Target, find_target
 from accumulus.run.task import Task, load_task, make_optimizer
@@ -39,7 +39,7 @@ class Subject:
     batch: list[Any]
     device: torch.device
 
-    def curve(self, precision: str) -> Curve:
+    def curve(self, precision: str) -> memory.MemoryCurve:
         """Peak over micro-batch."""
         return memory.curve(
             self.task.model,
@@ -52,7 +52,7 @@ class Subject:
             device=self.device,
         )
 
-    def estimate(self, model: nn.Module, optimizer: Any, precision: str) -> Estimate:
+    def estimate(self, model: nn.Module, optimizer: Any, precision: str) -> memory.MemoryEstimate:
         """What one sample needs, with this model or a changed one."""
         return memory.estimate(
             model,
@@ -127,9 +127,7 @@ def make_plan(config: PlanConfig) -> Plan:
         shortfall = None
         if choice is None:
             least = min(curves, key=lambda name: curves[name].at(1).peak_bytes)
-            job = Job(
-                model=subject.task.model, optimizer=subject.optimizer, precision=least, estimate=subject.estimate
-            )
+            job = Job(model=subject.task.model, optimizer=subject.optimizer, precision=least, estimate=subject.estimate)
             shortfall = explain_shortfall(job, target.limit)
     return Plan(
         task=config.task,
@@ -191,7 +189,9 @@ def heaviest_batch(config: PlanConfig, task: Task) -> tuple[list[Any], str]:
     """
     data, size = task.train_data, config.batch_size
     if size > len(data):
-        raise UsageError(f"--batch-size {size} is more than the {len(data)} samples of task {config.task!r}; make it smaller")
+        raise UsageError(
+            f"--batch-size {size} is more than the {len(data)} samples of task {config.task!r}; make it smaller"
+        )
     if task.length is None:
         first = Batches(data, batch_size=size, seed=config.seed)[0]
         return first, "Estimated for the first step's batch; other batches need more only if their samples are larger."
@@ -200,7 +200,9 @@ def heaviest_batch(config: PlanConfig, task: Task) -> tuple[list[Any], str]:
     return [data[index] for index in longest], f"Estimated for the {size} longest samples, so it holds for every batch."
 
 
-def make_curves(config: PlanConfig, subject: Subject, target: Target) -> tuple[dict[str, Curve], list[str]]:
+def make_curves(
+    config: PlanConfig, subject: Subject, target: Target
+) -> tuple[dict[str, memory.MemoryCurve], list[str]]:
     """Peak over micro-batch for each precision that can be used.
 
     Args:
@@ -215,7 +217,7 @@ def make_curves(config: PlanConfig, subject: Subject, target: Target) -> tuple[d
         UsageError: none of the precisions can be used.
     """
     asked = [str(target.fast) if name == "auto" else name for name in config.precisions]
-    curves: dict[str, Curve] = {}
+    curves: dict[str, memory.MemoryCurve] = {}
     left_out: dict[str, str] = {}
     for name in dict.fromkeys(asked):
         try:
@@ -233,7 +235,7 @@ def usable_precision(name: str, target: Target) -> Precision:
     return choose_precision(name, target.device) if target.is_here else Precision.parse(name)
 
 
-def method_notes(curves: Mapping[str, Curve]) -> list[str]:
+def method_notes(curves: Mapping[str, memory.MemoryCurve]) -> list[str]:
     """What the estimates say of themselves, each once, with the precisions that it concerns where not all do."""
     concerned: dict[str, list[str]] = {}
     for name, curve in curves.items():

@@ -88,8 +88,9 @@ def make_scale(peaks: Sequence[int], limit_bytes: int, width: int) -> Scale:
 
 
 def show_bars(console: Console, plan: Plan) -> None:
-    """Prints one bar a row: those of the precision to choose, and the other precisions at the same size. Where
-    nothing fits: one sample in every precision.
+    """Prints one bar a row: those of the precision to choose, and the other precisions at the same size.
+
+    Where nothing fits: one sample in every precision.
 
     Args:
         console: where to.

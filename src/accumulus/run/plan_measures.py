@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from accumulus.memory import MemoryEstimate
 from accumulus.run.plan_result import Measure, Shortfall
-from accumulus.run.plan_rows import Estimate, Limit
+from accumulus.run.plan_rows import Limit
 from accumulus.units import format_bytes
 
 CHECKPOINTING = "activation checkpointing"
@@ -26,7 +27,7 @@ MEASURES = (CHECKPOINTING, MOMENTUM, NO_STATE, PURE)
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 
-Estimator = Callable[[nn.Module, Any, str], Estimate]
+Estimator = Callable[[nn.Module, Any, str], MemoryEstimate]
 """From a model, its optimizer and a precision's name to what one sample needs."""
 
 
@@ -67,7 +68,9 @@ def explain_shortfall(job: Job, limit: Limit) -> Shortfall:
     if not any(each.is_enough for each in measured.values()):
         together = enough_together(job, possible, now, limit)
         if together and not together[-1].is_enough:
-            notes.append("All of them together are not enough: this needs a smaller model, shorter samples or more memory.")
+            notes.append(
+                "All of them together are not enough: this needs a smaller model, shorter samples or more memory."
+            )
     return Shortfall(
         precision=job.precision,
         peak_bytes=now.peak_bytes,
@@ -90,7 +93,9 @@ def possible_changes(job: Job, state_bytes: int) -> tuple[list[str], list[str]]:
     """
     possible, notes = [], []
     if not repeated_blocks(job.model):
-        notes.append(f"{CHECKPOINTING}: not counted, because this model has no ModuleList or Sequential of equal blocks.")
+        notes.append(
+            f"{CHECKPOINTING}: not counted, because this model has no ModuleList or Sequential of equal blocks."
+        )
     else:
         possible.append(CHECKPOINTING)
     needs = {MOMENTUM: trained_bytes(job.optimizer), NO_STATE: 0}
@@ -100,7 +105,7 @@ def possible_changes(job: Job, state_bytes: int) -> tuple[list[str], list[str]]:
     return possible, notes
 
 
-def enough_together(job: Job, possible: list[str], now: Estimate, limit: Limit) -> list[Measure]:
+def enough_together(job: Job, possible: list[str], now: MemoryEstimate, limit: Limit) -> list[Measure]:
     """The smallest sets of measures that are enough; all of them where none is.
 
     Args:
@@ -122,7 +127,7 @@ def enough_together(job: Job, possible: list[str], now: Estimate, limit: Limit) 
     return sorted(tried, key=lambda each: -each.peak_bytes)[-1:]
 
 
-def measure(job: Job, changes: tuple[str, ...], now: Estimate, limit: Limit) -> Measure:
+def measure(job: Job, changes: tuple[str, ...], now: MemoryEstimate, limit: Limit) -> Measure:
     """What one sample needs with some changes.
 
     Args:
@@ -163,7 +168,7 @@ def measure(job: Job, changes: tuple[str, ...], now: Estimate, limit: Limit) -> 
     )
 
 
-def pure_peak(bf16: Estimate, model: nn.Module, gradient_bytes: int) -> tuple[int, str]:
+def pure_peak(bf16: MemoryEstimate, model: nn.Module, gradient_bytes: int) -> tuple[int, str]:
     """What precision bf16-pure would need: a sum over the parts of bf16, because it cannot be run yet.
 
     Args:
@@ -224,7 +229,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for key, block in found.items() if key not in inner]
 
 
-def state_of(estimate: Estimate) -> int:
+def state_of(estimate: MemoryEstimate) -> int:
     """What the optimizer keeps."""
     return estimate.parts.get("optimizer state", 0)
 

@@ -85,7 +85,7 @@ def to_page(found: Plan) -> str:
         notes="".join(f"<li>{html.escape(note)}</li>" for note in found.notes),
         table=table_of(found),
         spec=as_script(chart),
-        library=vl_convert.javascript_bundle(),
+        library=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
     )
 
 
@@ -141,7 +141,7 @@ def bar_layer(records: list[dict[str, Any]], y: Any, *, title: str, end: float) 
     axis = altair.Axis(title=title, tickCount=6, format=".6~g")
     paleness = altair.Scale(domain=[True, False], range=[1, 0.4])
     return (
-        altair.Chart(altair.Data(values=records))
+        altair.Chart(as_data(records))
         .mark_bar(clip=True)
         .encode(
             x=altair.X("start:Q", scale=altair.Scale(domain=[0, end], nice=False), axis=axis),
@@ -159,7 +159,7 @@ def number_layers(records: list[dict[str, Any]], y: Any) -> list[Any]:
     import altair
 
     return [
-        altair.Chart(altair.Data(values=[record for record in records if record["bold"] == bold]))
+        altair.Chart(as_data([record for record in records if record["bold"] == bold]))
         .mark_text(align="left", dx=5, fontSize=12, fontWeight="bold" if bold else "normal")
         .encode(x="at:Q", y=y, text="text:N")
         for bold in (False, True)
@@ -170,10 +170,16 @@ def limit_layers(limit: float, end: float, text: str) -> list[Any]:
     """A dashed line at the limit, and above it what it is."""
     import altair
 
-    rule = altair.Chart(altair.Data(values=[{"limit": limit, "text": text}])).encode(x="limit:Q")
-    align = "right" if 2 * limit > end else "left"
-    above = rule.mark_text(align=align, baseline="bottom", dy=-4, fontSize=12, fontWeight="bold", y=0)
+    rule = altair.Chart(as_data([{"limit": limit, "text": text}])).encode(x="limit:Q")
+    above = rule.mark_text(
+        align="right" if 2 * limit > end else "left", baseline="bottom", dy=-4, fontSize=12, fontWeight="bold", y=0
+    )
     return [rule.mark_rule(strokeWidth=2, strokeDash=[6, 4]), above.encode(text="text:N")]
+
+
+def as_data(records: list[dict[str, Any]]) -> Any:
+    """Records as altair takes them, without a data frame."""
+    return {"values": records}
 
 
 def drawn_rows(found: Plan) -> list[Row]:
@@ -316,4 +322,3 @@ def as_script(chart: dict[str, Any]) -> str:
     """A chart as a JavaScript value that cannot end the script around it."""
     without_link = {key: value for key, value in chart.items() if key != "$schema"}
     return json.dumps(without_link, allow_nan=False).replace("<", "\\u003c")
-

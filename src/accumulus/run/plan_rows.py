@@ -5,34 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accumulus.memory import MemoryCurve, MemoryEstimate
 
 SAFE_RATIO = 0.9
 """The share of the memory that a choice may use: allocators round up and fragment, and libraries keep workspaces."""
 
 FITS, TIGHT, TOO_LARGE = "yes", "tight", "no"
-
-
-class Estimate(Protocol):
-    """What a plan reads of `acc.memory.MemoryEstimate`."""
-
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def parts(self) -> Mapping[str, int]: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def method(self) -> str: ...
-    @property
-    def note(self) -> str: ...
-
-
-class Curve(Protocol):
-    """What a plan asks of `acc.memory.MemoryCurve`."""
-
-    def at(self, microbatch: int) -> Estimate: ...
-    def largest(self, limit_bytes: int, at_most: int) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +77,7 @@ class Choice:
     command: str = ""
 
 
-def make_rows(curves: Mapping[str, Curve], limit: Limit, *, batch_size: int, asked: int) -> list[Row]:
+def make_rows(curves: Mapping[str, MemoryCurve], limit: Limit, *, batch_size: int, asked: int) -> list[Row]:
     """The rows of every precision, smallest micro-batch first.
 
     Args:
@@ -112,8 +93,10 @@ def make_rows(curves: Mapping[str, Curve], limit: Limit, *, batch_size: int, ask
     for precision, curve in curves.items():
         chosen = choose_size(curve, limit.safe_bytes, batch_size=batch_size)
         largest = curve.largest(limit.limit_bytes, batch_size)
-        for size in list_sizes(batch_size, also=(asked, largest, chosen)):
-            rows.append(make_row(precision, size, curve.at(size), limit, batch_size=batch_size))
+        rows += [
+            make_row(precision, size, curve.at(size), limit, batch_size=batch_size)
+            for size in list_sizes(batch_size, also=(asked, largest, chosen))
+        ]
     return rows
 
 
@@ -135,7 +118,7 @@ def list_sizes(batch_size: int, *, also: Iterable[int] = ()) -> list[int]:
     return sorted(powers | {batch_size} | {size for size in also if size > 0})
 
 
-def choose_size(curve: Curve, fit_bytes: int, *, batch_size: int) -> int:
+def choose_size(curve: MemoryCurve, fit_bytes: int, *, batch_size: int) -> int:
     """The micro-batch to choose: the whole batch where it fits, else the largest power of two that does.
 
     Where a smaller size divides the batch evenly into as many micro-batches, that one: it costs as many passes.
@@ -156,7 +139,7 @@ def choose_size(curve: Curve, fit_bytes: int, *, batch_size: int) -> int:
     return size if batch_size % num_microbatches else batch_size // num_microbatches
 
 
-def make_row(precision: str, size: int, estimate: Estimate, limit: Limit, *, batch_size: int) -> Row:
+def make_row(precision: str, size: int, estimate: MemoryEstimate, limit: Limit, *, batch_size: int) -> Row:
     """One line of the table.
 
     Args:
@@ -184,7 +167,13 @@ def make_row(precision: str, size: int, estimate: Estimate, limit: Limit, *, bat
 
 
 def choose(
-    rows: Sequence[Row], curves: Mapping[str, Curve], limit: Limit, *, fast: str, fast_reason: str, batch_size: int
+    rows: Sequence[Row],
+    curves: Mapping[str, MemoryCurve],
+    limit: Limit,
+    *,
+    fast: str,
+    fast_reason: str,
+    batch_size: int,
 ) -> Choice | None:
     """The row to choose.
 
