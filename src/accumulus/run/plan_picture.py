@@ -29,6 +29,9 @@ BAR_HEIGHT = 20
 BEYOND = 1.25
 """How far beyond the limit the axis goes, in limits; longer bars end at its edge, and their numbers say the rest."""
 
+PALE = 0.4
+"""Opacity of what does not fit."""
+
 PNG_WIDTH, PNG_SCALE = 640, 2
 
 
@@ -139,7 +142,6 @@ def bar_layer(records: list[dict[str, Any]], y: Any, *, title: str, end: float) 
     colors = altair.Scale(domain=parts, range=[COLORS[part] for part in parts])
     legend = altair.Legend(title=None, orient="top", columns=3, symbolType="square", labelLimit=160)
     axis = altair.Axis(title=title, tickCount=6, format=".6~g")
-    paleness = altair.Scale(domain=[True, False], range=[1, 0.4])
     return (
         altair.Chart(as_data(records))
         .mark_bar(clip=True)
@@ -148,7 +150,7 @@ def bar_layer(records: list[dict[str, Any]], y: Any, *, title: str, end: float) 
             x2="end:Q",
             y=y,
             color=altair.Color("part:N", scale=colors, legend=legend),
-            opacity=altair.Opacity("full_color:N", scale=paleness, legend=None),
+            opacity=altair.condition("datum.full_color", altair.value(1), altair.value(PALE)),
             tooltip=["precision:N", "microbatch:Q", "part:N", "size:N", "peak:N"],
         )
     )
