@@ -192,7 +192,10 @@ def flatten(tree: Any, is_leaf: Callable[[Any, str], bool], *, strict: bool = Tr
         leaves.append(Leaf(path, node, in_list))
         return next
 
-    return leaves, visit(tree, "", False)
+    build = visit(tree, "", False)
+    found = leaves.copy()
+    leaves.clear()  # `visit` refers to itself, and would hold them until garbage is collected
+    return found, build
 
 
 def is_plain(node: Any) -> bool:

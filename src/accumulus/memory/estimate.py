@@ -14,7 +14,7 @@ from accumulus.memory.curve import MemoryCurve, MemoryEstimate, Method, positive
 from accumulus.memory.fake import FakeWindow, is_present
 from accumulus.memory.live import Timeline
 from accumulus.memory.measure import MeasuredWindow
-from accumulus.memory.rehearsal import undisturbed
+from accumulus.memory.rehearsal import drop_gradients, undisturbed
 from accumulus.microbatch import Microbatches, by_count
 from accumulus.precision import Precision
 from accumulus.together import as_one
@@ -174,6 +174,7 @@ class _Plan:
                 return self._fitted({size: window.run(size) for size in sizes}, "fake", note)
             except Exception as error:  # whatever it is, it may be due to the tensors being fake: the real ones tell
                 reason = _reason(error)
+            drop_gradients(self._trained[0])  # a loss function that uses the model itself may have left some
             if max(sizes) > max(SMALL_SIZES):
                 sizes = list(SMALL_SIZES)
             measured = MeasuredWindow(

@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accumulus import pytree
 from accumulus.errors import UnsupportedError
-from accumulus.memory.live import LiveBytes, Timeline, parameters_of, state_of
+from accumulus.memory.kernels import with_workspace
+from accumulus.memory.live import PARTS, LiveBytes, Timeline, parameters_of, state_of
 from accumulus.memory.rehearsal import Pieces, Rehearsal, resized
 from accumulus.precision import Precision
 from accumulus.together import as_one, members
 
-__all__ = ["FakeWindow", "fake_update", "is_present"]
+__all__ = ["FakeWindow", "count_update", "fake_update", "is_present"]
 
 READ = torch.ops.aten._local_scalar_dense.default
 
@@ -130,7 +131,10 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         if self._live.is_updating and func.overloadpacket.__name__ in FUSED and not func._schema.returns:
             return None
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if not self._live.is_updating and isinstance(made, Tensor) and made.layout != torch.strided:
+            raise UnsupportedError(f"how many elements the {made.layout} tensors hold depends on the data")
+        return with_workspace(func.overloadpacket.__name__, args, made)
 
 
 def fake_update(optimizer: Any, graded: list[Tensor], device: torch.device) -> tuple[Timeline, int]:
@@ -142,7 +146,7 @@ def fake_update(optimizer: Any, graded: list[Tensor], device: torch.device) -> t
         device: where they are.
 
     Returns:
-        Live bytes over an update from first to last, gradients included, and the bytes of state afterwards.
+        As `count_update`.
     """
     from torch._subclasses import FakeTensorMode
 
@@ -150,17 +154,29 @@ def fake_update(optimizer: Any, graded: list[Tensor], device: torch.device) -> t
     fakes, copied = fake_copy((graded, optimizer), mode, device)
     _choose_foreach(copied, optimizer, device)
     live = LiveBytes(device)
-    whole = as_one(copied)
     with mode, HostReads(live):
-        model = torch.nn.ParameterList(parameters_of(whole))
-        step = Rehearsal(model, copied, _no_loss, precision="fp32", microbatch=1, device=device)
         for parameter in fakes:
             parameter.grad = torch.empty_like(parameter)
-        with live.watching(step):
-            step.update(1.0, True)
-    live_state = LiveBytes(device)
-    live_state.hold(state_of(whole), "optimizer state")
-    return live.timeline(), live_state.current_bytes
+        return count_update(copied, live)
+
+
+def count_update(optimizer: Any, live: LiveBytes) -> tuple[Timeline, int]:
+    """Runs the update of an optimizer whose parameters have their gradients.
+
+    Args:
+        optimizer: a copy of the user's, or several.
+        live: to count with.
+
+    Returns:
+        Live bytes over the update, gradients included, and the bytes of state afterwards.
+    """
+    whole = as_one(optimizer)
+    device = parameters_of(whole)[0].device
+    model = torch.nn.ParameterList(parameters_of(whole))
+    step = Rehearsal(model, optimizer, _no_loss, precision="fp32", microbatch=1, device=device)
+    with live.watching(step):
+        step.update(1.0, True)
+    return live.timeline(), int(live.timeline().part_bytes[-1, PARTS.index("optimizer state")])
 
 
 def fake_copy(originals: Any, mode: Any, device: torch.device) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accumulus import pytree
-from accumulus.memory.fake import fake_update
+from accumulus.memory.fake import count_update, fake_update
 from accumulus.memory.live import PARTS, LiveBytes, Timeline, held_by, parameters_of
 from accumulus.memory.rehearsal import Pieces, Rehearsal, resized
 from accumulus.microbatch import to_device
@@ -68,7 +68,7 @@ class MeasuredWindow:
         Raises:
             Exception: whatever the user's code raises.
         """
-        graded: list[Tensor] = []
+        graded: list[tuple[Tensor, Tensor]] = []  # parameter and gradient
         whole = as_one(self._optimizer)
         stand_in = SimpleNamespace(param_groups=whole.param_groups, state={}, step=lambda closure=None: None)
         live = LiveBytes(self._device)
@@ -84,7 +84,7 @@ class MeasuredWindow:
             held = parameters_of(whole)
 
             def note_graded(*_: Any) -> None:
-                graded.extend(parameter for parameter in held if parameter.grad is not None)
+                graded.extend((parameter, parameter.grad) for parameter in held if parameter.grad is not None)
                 step.window.guard.discard()
 
             step.update = _Noting(step.update, note_graded)  # type: ignore[assignment]
@@ -95,7 +95,7 @@ class MeasuredWindow:
         passes = live.timeline()
         if self._device.type == "cuda":
             passes = _with_unseen(passes, unseen)
-        update, state_bytes = fake_update(self._optimizer, graded, self._device)
+        update, state_bytes = _update(self._optimizer, graded, self._device)
         return _joined(passes, update, state_bytes)
 
     def _make(self, size: int) -> Any:
@@ -104,6 +104,18 @@ class MeasuredWindow:
             whole, rest = divmod(size, len(self._batch))
             return to_device(self._collate([*list(self._batch) * whole, *self._batch[:rest]]), self._device)
         return to_device(resized(self._tree, size, _first_rows), self._device)
+
+
+def _update(optimizer: Any, graded: list[tuple[Tensor, Tensor]], device: torch.device) -> tuple[Timeline, int]:
+    """The update on fake tensors; on copies of the real ones where fake ones do not know how much a gradient holds."""
+    parameters = [parameter for parameter, _ in graded]
+    if all(gradient.layout == torch.strided for _, gradient in graded):
+        return fake_update(optimizer, parameters, device)
+    copied_parameters, copied = copy.deepcopy((parameters, optimizer))
+    for parameter, (_, gradient) in zip(copied_parameters, graded, strict=True):
+        parameter.grad = gradient
+    graded.clear()
+    return count_update(copied, LiveBytes(device))
 
 
 class _Noting:
@@ -141,7 +153,8 @@ def restored(model: Any, others: Sequence[Tensor]) -> Iterator[None]:
             vars(module).clear()
             vars(module).update(before)
         for tensor, version, value in values:
-            if tensor._version != version:
+            # Kernels such as BatchNorm's write without counting a version.
+            if tensor._version != version or not torch.equal(tensor.detach().cpu(), value):
                 tensor.detach().copy_(value)
 
 

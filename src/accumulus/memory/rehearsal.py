@@ -17,7 +17,7 @@ from torch import Tensor
 from accumulus import pytree, rng
 from accumulus.step import TrainStep
 
-__all__ = ["Pieces", "Rehearsal", "resized", "undisturbed"]
+__all__ = ["Pieces", "Rehearsal", "drop_gradients", "resized", "undisturbed"]
 
 
 class Pieces:
@@ -86,6 +86,12 @@ def _resized_leaf(value: Any, length: int, size: int, resize: Callable[[Tensor, 
     return value
 
 
+def drop_gradients(model: Any) -> None:
+    """Leaves the parameters without gradients."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
 @contextmanager
 def undisturbed(device: torch.device, model: Any) -> Iterator[None]:
     """Nothing of the process changes: random states, gradients of the model, warnings shown, garbage collection.
@@ -107,8 +113,7 @@ def undisturbed(device: torch.device, model: Any) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
-            for parameter, _ in gradients:
-                parameter.grad = None
+            drop_gradients(model)
             yield
         finally:
             torch.clear_autocast_cache()
