@@ -58,8 +58,8 @@ def test_the_limit_stands_in_one_column_and_longer_bars_end_in_an_arrow():
     assert text.splitlines()[2].index("▼") in columns
     assert "limit 150 B" in text
     assert all(len(line) <= 80 for line in text.splitlines())
-    long = shown(make_plan(150, {"bf16": Line(100, 10)}))
-    assert [line.count("▶") for line in long.splitlines() if line.startswith("bf16       16")] == [1]
+    long = shown(make_plan(150, {"bf16": Line(10, 100)}))
+    assert [line.count("▶") for line in long.splitlines() if line.startswith("bf16        2")] == [1]
 
 
 def test_a_limit_far_away_is_said_in_words():

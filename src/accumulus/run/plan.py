@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,8 +87,8 @@ def plan(config: PlanConfig) -> int:
 
         require_charts()
     console = Console()
-    with console.status("estimating"):
-        found = make_plan(config)
+    with console.status("loading the task") as status:
+        found = make_plan(config, report=status.update)
     show_plan(console, found)
     if config.json is not None:
         write_json(Path(config.json), found)
@@ -99,11 +99,12 @@ def plan(config: PlanConfig) -> int:
     return 1 if found.choice is None else 0
 
 
-def make_plan(config: PlanConfig) -> Plan:
+def make_plan(config: PlanConfig, *, report: Callable[[str], object] = str) -> Plan:
     """All that there is to say about a task's memory.
 
     Args:
         config: the task and the memory to fit into; valid.
+        report: is told what is being done.
 
     Returns:
         The plan.
@@ -114,7 +115,7 @@ def make_plan(config: PlanConfig) -> Plan:
     target = find_target(config)
     subject, batch_note = make_subject(config, target)
     with complaints(config.task):
-        curves, notes = make_curves(config, subject, target)
+        curves, notes = make_curves(config, subject, target, report=report)
         rows = make_rows(curves, target.limit, batch_size=config.batch_size, asked=config.microbatch_size())
         choice = choose(
             rows,
@@ -126,9 +127,8 @@ def make_plan(config: PlanConfig) -> Plan:
         )
         shortfall = None
         if choice is None:
-            least = min(curves, key=lambda name: curves[name].at(1).peak_bytes)
-            job = Job(model=subject.task.model, optimizer=subject.optimizer, precision=least, estimate=subject.estimate)
-            shortfall = explain_shortfall(job, target.limit)
+            report("nothing fits: estimating what would help")
+            shortfall = explain_shortfall(unfit_job(subject, curves), target.limit)
     return Plan(
         task=config.task,
         batch_size=config.batch_size,
@@ -139,6 +139,30 @@ def make_plan(config: PlanConfig) -> Plan:
         choice=None if choice is None else with_command(choice, config, target),
         shortfall=shortfall,
         notes=(batch_note, target.kernels, *method_notes(curves), *notes),
+    )
+
+
+def unfit_job(subject: Subject, curves: Mapping[str, memory.MemoryCurve]) -> Job:
+    """What does not fit, in the precision that needs least.
+
+    Args:
+        subject: what was estimated.
+        curves: its peaks, which need not be estimated again.
+
+    Returns:
+        The job.
+    """
+    known = {precision: curve.at(1) for precision, curve in curves.items()}
+
+    def estimate(model: nn.Module, optimizer: Any, precision: str) -> memory.MemoryEstimate:
+        is_known = model is subject.task.model and optimizer is subject.optimizer and precision in known
+        return known[precision] if is_known else subject.estimate(model, optimizer, precision)
+
+    return Job(
+        model=subject.task.model,
+        optimizer=subject.optimizer,
+        precision=min(known, key=lambda name: known[name].peak_bytes),
+        estimate=estimate,
     )
 
 
@@ -201,7 +225,7 @@ def heaviest_batch(config: PlanConfig, task: Task) -> tuple[list[Any], str]:
 
 
 def make_curves(
-    config: PlanConfig, subject: Subject, target: Target
+    config: PlanConfig, subject: Subject, target: Target, *, report: Callable[[str], object]
 ) -> tuple[dict[str, memory.MemoryCurve], list[str]]:
     """Peak over micro-batch for each precision that can be used.
 
@@ -209,6 +233,7 @@ def make_curves(
         config: the precisions.
         subject: what is estimated.
         target: what "auto" stands for, and whose kernels count.
+        report: is told which precision comes next.
 
     Returns:
         Curves by precision, and a sentence for each precision that is left out.
@@ -221,6 +246,7 @@ def make_curves(
     left_out: dict[str, str] = {}
     for name in dict.fromkeys(asked):
         try:
+            report(f"estimating {name}")
             usable_precision(name, target).check(subject.task.model)
             curves[name] = subject.curve(name)
         except (PrecisionError, UsageError) as error:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from accumulus.run.plan_result import Plan
-from accumulus.run.plan_rows import Row
+from accumulus.run.plan_rows import Row, worth_drawing
 from accumulus.units import format_bytes
 
 LABEL_WIDTH = 14
@@ -119,7 +119,7 @@ def pick_rows(plan: Plan) -> list[Row]:
     if plan.choice is None:
         return [row for row in plan.rows if row.microbatch == 1]
     shown = plan.choice.row
-    same = [row for row in plan.rows if row.precision == shown.precision]
+    same = worth_drawing([row for row in plan.rows if row.precision == shown.precision])
     others = [row for row in plan.rows if row.precision != shown.precision and row.microbatch == shown.microbatch]
     return same + others
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from accumulus.errors import UsageError
 from accumulus.run.plan_result import Plan
-from accumulus.run.plan_rows import TIGHT, TOO_LARGE, Row
+from accumulus.run.plan_rows import TIGHT, TOO_LARGE, Row, worth_drawing
 from accumulus.run.plan_table import Unit, choose_unit
 from accumulus.units import format_bytes
 
@@ -108,12 +108,10 @@ def make_chart(found: Plan) -> Any:
     limit, end = found.limit.limit_bytes / unit.size, axis_end(rows, found.limit.limit_bytes) / unit.size
     labels = make_labels(rows)
     y = altair.Y("label:N", sort=None, scale=altair.Scale(domain=labels), title=None)
-    layers = [
-        bar_layer(part_records(rows, unit, end), y, title=f"peak memory, {unit.name}", end=end),
-        *number_layers(peak_records(found, unit, end), y),
-    ]
+    layers = [bar_layer(part_records(rows, unit, end), y, title=f"peak memory, {unit.name}", end=end)]
     if limit <= end:
         layers += limit_layers(limit, end, limit_text(found))
+    layers += number_layers(peak_records(found, unit, end), y)
     return (
         altair.layer(*layers)
         .properties(height=BAR_HEIGHT * len(labels), description=describe(found))
@@ -185,8 +183,11 @@ def as_data(records: list[dict[str, Any]]) -> Any:
 
 
 def drawn_rows(found: Plan) -> list[Row]:
-    """All rows; where nothing fits, one sample in each precision."""
-    return list(found.rows) if found.choice is not None else [row for row in found.rows if row.microbatch == 1]
+    """Every precision's rows up to the first that does not fit; where nothing fits, one sample in each precision."""
+    if found.choice is None:
+        return [row for row in found.rows if row.microbatch == 1]
+    precisions = dict.fromkeys(row.precision for row in found.rows)
+    return [row for name in precisions for row in worth_drawing([row for row in found.rows if row.precision == name])]
 
 
 def axis_end(rows: list[Row], limit_bytes: int) -> float:

@@ -100,6 +100,11 @@ def make_rows(curves: Mapping[str, MemoryCurve], limit: Limit, *, batch_size: in
     return rows
 
 
+def worth_drawing(rows: Sequence[Row]) -> list[Row]:
+    """One precision's rows up to the first that does not fit: on one scale, the others would all end at the edge."""
+    return list(rows[: 1 + sum(row.verdict != TOO_LARGE for row in rows)])
+
+
 def list_sizes(batch_size: int, *, also: Iterable[int] = ()) -> list[int]:
     """Micro-batch sizes worth a row.
 
