@@ -184,16 +184,33 @@ def test_where_nothing_is_enough_all_together_and_it_says_so(all_measures):
     together = [each for each in found.measures if len(each.changes) > 1]
     assert [each.changes for each in together] == [(CHECKPOINTING, NO_STATE, PURE)]
     assert not together[0].is_enough
-    assert any("not enough" in note for note in found.notes)
+    assert found.notes[-1].startswith("None of this is enough")
 
 
 def test_what_is_not_possible_is_not_listed():
     found = explained(1, model=nn.Linear(32, 32), optimizer=partial(torch.optim.SGD, lr=0.1))
     assert [each.changes for each in found.measures if len(each.changes) == 1] == [(PURE,)]
-    assert any(note.startswith(CHECKPOINTING) for note in found.notes)
+    assert found.notes[0].startswith(CHECKPOINTING) and found.notes[-1].startswith("None of this is enough")
     with_momentum = explained(1, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     alone = [each.changes[0] for each in with_momentum.measures if len(each.changes) == 1]
     assert alone == [CHECKPOINTING, NO_STATE, PURE]
+
+
+def test_a_measure_that_the_model_does_not_bear_is_left_out_with_the_reason():
+    class Counting(Deep):
+        """Refuses what checkpointing does: to run a block again."""
+
+        def forward(self, hidden):
+            if any("forward" in vars(block) for block in self.blocks):
+                raise RuntimeError("a block\nwas changed")
+            return super().forward(hidden)
+
+    found = explained(1, model=Counting())
+    assert CHECKPOINTING not in {change for each in found.measures for change in each.changes}
+    told = [note for note in found.notes if note.startswith(CHECKPOINTING)]
+    assert len(told) == 1
+    assert "not counted" in told[0] and "a block was changed" in told[0]
+    assert any(len(each.changes) == 2 for each in found.measures)
 
 
 def test_nothing_is_touched():

@@ -87,7 +87,7 @@ def plan(config: PlanConfig) -> int:
 
         require_charts()
     console = Console()
-    with console.status("loading the task") as status:
+    with console.status("loading the task and finding its longest samples") as status:
         found = make_plan(config, report=status.update)
     show_plan(console, found)
     if config.json is not None:

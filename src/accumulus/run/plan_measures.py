@@ -63,20 +63,24 @@ def explain_shortfall(job: Job, limit: Limit) -> Shortfall:
     """
     now = job.estimate(job.model, job.optimizer, job.precision)
     possible, notes = possible_changes(job, state_of(now))
-    measured = {(change,): measure(job, (change,), now, limit) for change in possible}
+    alone: list[Measure] = []
+    for change in possible:
+        try:
+            alone.append(measure(job, (change,), now, limit))
+        except Exception as error:  # the user's model, changed in a way that it may not bear
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            notes.append(f"{change}: not counted, because this model cannot be run with it ({reason}).")
     together: list[Measure] = []
-    if not any(each.is_enough for each in measured.values()):
-        together = enough_together(job, possible, now, limit)
-        if together and not together[-1].is_enough:
-            notes.append(
-                "All of them together are not enough: this needs a smaller model, shorter samples or more memory."
-            )
+    if not any(each.is_enough for each in alone):
+        together = enough_together(job, [each.name for each in alone], now, limit)
+    if not any(each.is_enough for each in (*alone, *together)):
+        notes.append("None of this is enough: it needs a smaller model, shorter samples or more memory.")
     return Shortfall(
         precision=job.precision,
         peak_bytes=now.peak_bytes,
         parts=dict(now.parts),
         phase=now.phase,
-        measures=(*measured.values(), *together),
+        measures=(*alone, *together),
         notes=tuple(notes),
     )
 
