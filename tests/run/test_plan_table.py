@@ -11,9 +11,9 @@ from accumulus.run.plan_table import choose_unit, show_plan
 from .lines import PARTS, Line, make_plan
 
 
-def shown(plan, **options):
+def shown(plan, *, width=80, **options):
     output = io.StringIO()
-    show_plan(Console(file=output, width=80, **options), plan)
+    show_plan(Console(file=output, width=width, **options), plan)
     return output.getvalue()
 
 
@@ -35,6 +35,13 @@ def test_the_table_has_every_row_and_fits_80_columns(scale):
         unit = choose_unit([each.peak_bytes for each in plan.rows])
         expected = [unit.show(num_bytes) for num_bytes in (*row.parts.values(), row.peak_bytes)]
         assert any(words[2:9] == expected and words[-1] == row.verdict for words in found), row
+
+
+def test_a_narrow_window_leaves_the_parts_out_and_cuts_no_number():
+    text = shown(make_plan(200), width=50)
+    assert "…" not in text
+    assert "The parts need 80 columns; --json FILE holds them" in text
+    assert all(len(line.rstrip()) <= 50 for line in text.splitlines())
 
 
 def test_the_recommended_line_and_the_command():

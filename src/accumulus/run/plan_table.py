@@ -24,6 +24,8 @@ SHORT = {
 }
 """Headings that fit above a number."""
 
+TABLE_WIDTH = 80
+
 VERDICT_STYLES = {FITS: "green", TIGHT: "yellow"}
 
 
@@ -75,7 +77,12 @@ def show_plan(console: Console, plan: Plan) -> None:
         )
     )
     console.print()
-    console.print(make_table(plan, unit))
+    has_room = console.width >= TABLE_WIDTH
+    console.print(make_table(plan, unit, with_parts=has_room))
+    if not has_room:
+        console.print(
+            f"The parts need {TABLE_WIDTH} columns; --json FILE holds them too.", style="dim", highlight=False
+        )
     console.print()
     show_bars(console, plan)
     console.print()
@@ -88,19 +95,21 @@ def show_plan(console: Console, plan: Plan) -> None:
         show_shortfall(console, plan.shortfall, plan.limit.limit_bytes)
 
 
-def make_table(plan: Plan, unit: Unit) -> Table:
+def make_table(plan: Plan, unit: Unit, *, with_parts: bool) -> Table:
     """Precision and micro-batch, the parts, the peak and whether it fits.
 
     Args:
         plan: with at least one row.
         unit: of the numbers.
+        with_parts: whether there is room for them.
 
     Returns:
-        A table of 80 columns.
+        A table of `TABLE_WIDTH` columns; less than half of it without the parts.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("preci-\nsion", no_wrap=True)
-    titles = ["micro-\nbatch", "how\nmany", *(SHORT.get(part, part) for part in plan.rows[0].parts)]
+    parts = list(plan.rows[0].parts) if with_parts else []
+    titles = ["micro-\nbatch", "how\nmany", *(SHORT.get(part, part) for part in parts)]
     for title in [*titles, "\npeak", "of\nlimit", "\nfits"]:
         table.add_column(title, justify="right", no_wrap=True, vertical="bottom")
     before = None
@@ -110,21 +119,21 @@ def make_table(plan: Plan, unit: Unit) -> Table:
         is_chosen = plan.choice is not None and plan.choice.row == row
         table.add_row(
             row.precision if before != row.precision else "",
-            *cells(row, unit),
+            *cells(row, unit, parts),
             style="bold" if is_chosen else "",
         )
         before = row.precision
     return table
 
 
-def cells(row: Row, unit: Unit) -> list[Text | str]:
+def cells(row: Row, unit: Unit, parts: Sequence[str]) -> list[Text | str]:
     """A row's cells, from the micro-batch on."""
     percent = 100 * row.limit_ratio
     share = f"{percent:.0f}%" if 0.5 <= percent < 999.5 else "<1%" if percent < 1 else ">999%"
     return [
         str(row.microbatch),
         str(row.num_microbatches),
-        *(unit.show(num_bytes) for num_bytes in row.parts.values()),
+        *(unit.show(row.parts[part]) for part in parts),
         unit.show(row.peak_bytes),
         share,
         Text(row.verdict, style=VERDICT_STYLES.get(row.verdict, "red")),
