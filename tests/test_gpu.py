@@ -66,3 +66,91 @@ def test_a_non_finite_step_changes_nothing(precision, fused):
     assert not step(tokens_batch([3, 4])).applied
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(state, optimizer.state.values(), strict=True))
+
+
+class Network(torch.nn.Module):
+    """Convolutions, or attention over 128 positions: large enough that kernels' own workspaces are a small share."""
+
+    def __init__(self, kind):
+        super().__init__()
+        if kind == "convolutions":
+            layers = [torch.nn.Conv2d(3, 64, 3, padding=1), torch.nn.GroupNorm(8, 64), torch.nn.ReLU()]
+            layers += [torch.nn.Conv2d(64, 64, 3, padding=1), torch.nn.GroupNorm(8, 64), torch.nn.ReLU()]
+            self.body = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+            width = 64
+        else:
+            layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True, norm_first=True)
+            self.body = torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+            width = 512
+        self.head = torch.nn.Linear(width, 1000)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def network_batch(kind, num_samples):
+    shape = (3, 128, 128) if kind == "convolutions" else (128, 512)
+    labels = torch.randint(1000, (num_samples,) if kind == "convolutions" else (num_samples, 128))
+    return {"x": torch.randn(num_samples, *shape), "labels": labels}
+
+
+def network_loss(model, batch):
+    logits = model(batch["x"])
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, 1000), batch["labels"].reshape(-1))
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, lambda p: torch.optim.AdamW(p, fused=True)], ids=["foreach", "fused"]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["convolutions", "attention"])
+def test_the_memory_estimate_is_what_the_allocator_saw(kind, precision, make):
+    model = Network(kind).cuda()
+    optimizer = make(model.parameters())
+    arguments = (model, optimizer, network_loss, network_batch(kind, 4))
+    found = acc.memory.estimate(*arguments, precision=precision, microbatch=64)
+    assert found.method == "fake"
+    line = acc.memory.curve(*arguments, precision=precision, largest=100)
+    assert line.at(64).peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
+    step = acc.TrainStep(model, optimizer, network_loss, precision=precision, microbatch=64)
+    batch = network_batch(kind, 128)
+    step(batch)
+    outside = torch.cuda.memory_allocated() - sum(
+        tensor.untyped_storage().nbytes()
+        for tensor in [
+            *model.parameters(),
+            *model.buffers(),
+            *(v for s in optimizer.state.values() for v in s.values()),
+        ]
+        if tensor.is_cuda
+    )
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        step(batch)
+    assert found.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated() - outside, rel=0.05)
+
+
+def test_a_model_that_depends_on_data_is_measured():
+    def loss_fn(model, batch):
+        return network_loss(model, batch) * (1.0 if batch["x"].sum().item() < 1e30 else 2.0)
+
+    model = Network("attention").cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = network_batch("attention", 8)
+    state = torch.cuda.get_rng_state()
+    before = [p.clone() for p in model.parameters()]
+    found = acc.memory.estimate(model, optimizer, loss_fn, batch, precision="bf16", microbatch=64)
+    assert found.method == "measured"
+    assert torch.equal(state, torch.cuda.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    fake = acc.memory.estimate(model, optimizer, network_loss, batch, precision="bf16", microbatch=64)
+    assert found.peak_bytes == pytest.approx(fake.peak_bytes, rel=0.1)
+
+
+def test_free_memory_counts_what_the_allocator_holds_unused():
+    torch.cuda.empty_cache()
+    before = acc.memory.available_bytes("cuda")
+    held = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    assert acc.memory.available_bytes("cuda") <= before - 2**28 + 2**22
+    del held  # the allocator keeps it
+    assert acc.memory.available_bytes("cuda") >= before - 2**22

@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import low_precision
+import memory
 import norm
 import overhead
 import run_all
@@ -24,9 +25,12 @@ def small(monkeypatch):
     monkeypatch.setattr(low_precision, "WIDTH", 32)
     monkeypatch.setattr(low_precision, "NUM_BLOCKS", 1)
     monkeypatch.setattr(low_precision, "LENGTH", 4)
+    monkeypatch.setattr(memory, "NUM_LAYERS", 1)
+    monkeypatch.setattr(memory, "WIDTH", 16)
+    monkeypatch.setattr(memory, "LENGTH", 4)
 
 
-@pytest.mark.parametrize("script", [overhead, update, norm, low_precision], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [overhead, update, norm, low_precision, memory], ids=lambda script: script.__name__)
 def test_every_benchmark_runs(script, capsys):
     rows = script.measure(rounds=1)
     assert all(row["ratio"] > 0 for row in rows)

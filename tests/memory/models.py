@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accumulus as acc
 
-LENGTH, WIDTH, VOCABULARY = 12, 16, 50
+LENGTH, WIDTH, VOCABULARY = 6, 16, 50
 
 
 class Attention(nn.Module):

@@ -9,13 +9,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from accumulus import pytree
 from accumulus.errors import UnsupportedError
@@ -85,10 +83,8 @@ class FakeWindow:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model, optimizer, loss_fn = fake_copy(self._originals, mode, self._device)
         _choose_foreach(optimizer, self._originals[1], self._real_device)
-        live = LiveBytes(self._device, block_bytes=512 if self._real_device.type == "cuda" else 1)
-        with ExitStack() as stack:
-            stack.enter_context(mode)
-            stack.enter_context(HostReads(live))
+        live = FakeLiveBytes(self._device, block_bytes=512 if self._real_device.type == "cuda" else 1)
+        with mode:
             step = Rehearsal(model, optimizer, loss_fn, precision=self._precision, microbatch=size, device=self._device)
             fixed = None if self._makes_batch else self._make(mode, size)
             make = (lambda: self._make(mode, size)) if fixed is None else lambda: fixed
@@ -114,27 +110,24 @@ class FakeWindow:
             raise UnsupportedError("the loss function uses the model itself and not the one it is given")
 
 
-class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers 1 where the library itself or an optimizer reads a number on the host: neither needs the true one here.
+class FakeLiveBytes(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts on fake tensors, and helps them over what needs no data to go on.
 
+    Where the library itself or an optimizer reads a number on the host, it gets 1: neither needs the true one here.
     Reads in the user's model or loss function are left to the fake tensors, which refuse.
     """
 
-    def __init__(self, live: LiveBytes) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._live = live
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Runs the operator, unless it is such a read or a fused optimizer's kernel."""
-        if func is READ and (self._live.is_updating or _is_read_by_us()):
+    def _run(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if func is READ and (self.is_updating or _is_read_by_us()):
             dtype = args[0].dtype
             return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-        if self._live.is_updating and func.overloadpacket.__name__ in FUSED and not func._schema.returns:
+        name = func.overloadpacket.__name__
+        if name in FUSED and not func._schema.returns:
             return None
-        made = func(*args, **(kwargs or {}))
-        if not self._live.is_updating and isinstance(made, Tensor) and made.layout != torch.strided:
+        made = func(*args, **kwargs)
+        if not self.is_updating and isinstance(made, Tensor) and made.layout != torch.strided:
             raise UnsupportedError(f"how many elements the {made.layout} tensors hold depends on the data")
-        return with_workspace(func.overloadpacket.__name__, args, made)
+        return with_workspace(name, args, made)
 
 
 def fake_update(optimizer: Any, graded: list[Tensor], device: torch.device) -> tuple[Timeline, int]:
@@ -153,8 +146,8 @@ def fake_update(optimizer: Any, graded: list[Tensor], device: torch.device) -> t
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes, copied = fake_copy((graded, optimizer), mode, device)
     _choose_foreach(copied, optimizer, device)
-    live = LiveBytes(device)
-    with mode, HostReads(live):
+    live = FakeLiveBytes(device)
+    with mode:
         for parameter in fakes:
             parameter.grad = torch.empty_like(parameter)
         return count_update(copied, live)

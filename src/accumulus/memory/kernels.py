@@ -71,7 +71,7 @@ def _onednn_bytes(shape: tuple[int, int, int], hidden_width: int, dtype: torch.d
         matrices = [torch.zeros(size, dtype=dtype) for size in weights]
         inputs: tuple[Tensor, ...] = (torch.zeros(shape, dtype=dtype), *matrices, state, state)
         made = torch.ops.aten.mkldnn_rnn_layer(*inputs, *(list(o) if isinstance(o, tuple) else o for o in options))
-        return int(made[3].untyped_storage().nbytes())
+        return 0 if made[3] is None else int(made[3].untyped_storage().nbytes())
 
 
 def _plain(option: Any) -> Any:

@@ -31,6 +31,8 @@ PHASES = ("forward", "backward", "update")
 CUDA_BLOCK_BYTES = 512
 """torch's caching allocator rounds every block up to a multiple of this."""
 
+ASK_DEVICE = torch.ops.prim.device.default
+
 TO_COPY = torch.ops.aten._to_copy.default
 
 MAKES_INSIDE = frozenset({torch.ops.aten.lift_fresh.default})
@@ -198,11 +200,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Runs the operator, and counts what it made."""
         kwargs = kwargs or {}
+        if func is ASK_DEVICE:  # fake tensors do so more often than anything else
+            return func(*args, **kwargs)
         if func not in MAKES_INSIDE:
             for storage, _ in _stored((args, kwargs)):
                 if storage._cdata not in self._records:
                     self._watch(storage, Record(0, None))
-        made = func(*args, **kwargs)
+        made = self._run(func, args, kwargs)
         for storage, tensor in _stored(made):
             record = self._records.get(storage._cdata)
             if record is None:
@@ -211,6 +215,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._change(record, self._rounded(storage) - record.num_bytes)
                 record.num_bytes = self._rounded(storage)
         return made
+
+    def _run(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     @contextmanager
     def _running(self, what: str) -> Iterator[None]:

@@ -90,11 +90,12 @@ class MeasuredWindow:
             step.update = _Noting(step.update, note_graded)  # type: ignore[assignment]
             before = _allocated(self._device, reset=True)
             with live.watching(step):
+                held_bytes = live.current_bytes
                 step(Pieces(lambda: self._make(size), size, 2))
-            unseen = _allocated(self._device, reset=False) - before
+            grown_bytes = _allocated(self._device, reset=False) - before
         passes = live.timeline()
         if self._device.type == "cuda":
-            passes = _with_unseen(passes, unseen)
+            passes = _with_unseen(passes, held_bytes + grown_bytes)
         update, state_bytes = _update(self._optimizer, graded, self._device)
         return _joined(passes, update, state_bytes)
 
@@ -181,11 +182,10 @@ def _allocated(device: torch.device, *, reset: bool) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def _with_unseen(timeline: Timeline, grown_bytes: int) -> Timeline:
+def _with_unseen(timeline: Timeline, peak_bytes: int) -> Timeline:
     """Adds what kernels allocate inside themselves, which the allocator saw and the count did not, as temporary."""
-    counted = int(timeline.part_bytes.sum(axis=1).max() - timeline.part_bytes[0].sum())
     table = timeline.part_bytes.copy()
-    table[:, PARTS.index("temporary")] += max(0, grown_bytes - counted)
+    table[:, PARTS.index("temporary")] += max(0, peak_bytes - int(table.sum(axis=1).max()))
     return Timeline(table, timeline.phases, timeline.events)
 
 
