@@ -54,6 +54,34 @@ def test_every_row_is_what_the_library_estimates(found):
         assert (row.phase, row.method) == (expected.phase, "fake")
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_real_step_holds_more_than_was_planned_and_the_longest_nearly_as_much(found, precision):
+    """Live bytes of real steps as `accumulus train` makes them, over batches of all lengths."""
+    options = config()
+    task = load_task(options.task)
+    optimizer = make_optimizer(options.task, task)
+    step = acc.TrainStep(
+        task.model,
+        optimizer,
+        task.loss_fn,
+        precision=precision,
+        microbatch=4,
+        max_grad_norm=1.0,
+        collate=collate_of(task),
+    )
+    longest, _ = heaviest_batch(options, task)
+    step(longest)  # makes the optimizer's state
+    planned = next(row for row in found.rows if (row.precision, row.microbatch) == (precision, 4))
+    for batch in (longest, *(task.train_data[start : start + 12] for start in range(0, 28, 4))):
+        live = acc.memory.LiveBytes()
+        with live.watching(step):
+            step(batch)
+        assert live.peak_bytes <= 1.01 * planned.peak_bytes
+        if batch is longest:
+            # Planned as if every micro-batch were padded to the longest sample, and only the first one is.
+            assert live.peak_bytes >= 0.95 * planned.peak_bytes
+
+
 def test_the_choice_is_a_row_that_fits_and_the_largest_that_fits_is_listed(found):
     assert found.choice.row in found.rows
     assert found.choice.row.peak_bytes <= 0.9 * 500 * 1024
