@@ -37,7 +37,19 @@ def test_the_two_commands_come_first():
     assert re.findall(r"^\$ (make \w+)", consoles[0], re.M) == ["make train", "make test"]
 
 
-@pytest.mark.parametrize("name", ["microbatch", "scaling", "precision", "step", "types"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "memory.capacity",
+        "memory.estimate",
+        "memory.live",
+        "microbatch",
+        "precision",
+        "scaling",
+        "step",
+        "types",
+    ],
+)
 def test_examples_in_docstrings(name):
     module = importlib.import_module(f"accumulus.{name}")
     with torch.random.fork_rng():

@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import re
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
 
 import accumulus as acc
 from accumulus.memory import curve, estimate
@@ -48,6 +49,7 @@ OPTIMIZERS = {
     "adagrad": Adagrad,
     "adagrad fused": lambda p: Adagrad(p, fused=True),
     "rmsprop": RMSprop,
+    "nadam": NAdam,
     "groups": lambda p: groups(p),
     "several": lambda p: several(p),
 }
@@ -106,15 +108,15 @@ def test_the_estimate_is_the_count_of_the_real_run(kind, precision):
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_every_optimizer(make_optimizer):
-    """A large layer on few samples: the peak lies in the update, or just before it."""
-    model = models.Transformer(tied=False)
+    """Before its first step, and with its state there from the start."""
+    model = models.Cubes()
     optimizer = make_optimizer(model.parameters())
-    found = estimate(model, optimizer, token_loss, tokens(1), precision="fp32", microbatch=1)
+    arguments = (model, optimizer, class_loss)
+    found = estimate(*arguments, vectors(2), precision="fp32", microbatch=3)
     assert found.method == "fake"
-    live = real_count(model, optimizer, token_loss, tokens(2), precision="fp32", microbatch=1)
+    live = real_count(*arguments, vectors(6), precision="fp32", microbatch=3)
     close(found, live)
-    again = estimate(model, optimizer, token_loss, tokens(1), precision="fp32", microbatch=1)
-    close(again, live)  # with its state there from the start
+    close(estimate(*arguments, vectors(2), precision="fp32", microbatch=3), live)
 
 
 @pytest.mark.parametrize("name", ["adamw foreach", "sgd momentum foreach", "adagrad"])
@@ -170,6 +172,28 @@ def test_a_list_of_samples_with_collate():
         batch = (samples * 2)[: 2 * size]
         live = real_count(model, optimizer, class_loss, batch, precision="fp32", microbatch=size, collate=collate)
         close(found, live)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_samples_of_different_lengths_are_measured_at_the_longest(is_packed):
+    """Where collate makes what cannot be cut (all tokens in one row), micro-batches are collated as a step would."""
+
+    def collate(samples):
+        if is_packed:
+            return {"tokens": torch.cat(samples)[None], "lengths": torch.tensor([len(s) for s in samples])}
+        return {"tokens": nn.utils.rnn.pad_sequence(samples, batch_first=True)}
+
+    def loss_fn(model, batch):
+        logits = model(batch["tokens"])
+        return acc.Loss(logits.square().sum() * (1 if logits.sum().item() < 1e30 else 2), logits.numel())
+
+    model = models.Transformer()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    samples = [torch.randint(models.VOCABULARY, (length,)) for length in (3, 4, 5, 30, 30, 30, 30, 30)]
+    found = estimate(model, optimizer, loss_fn, samples, precision="fp32", microbatch=4, collate=collate)
+    assert found.method == "measured"
+    longest = samples[:4] * 2 if is_packed else samples[4:] * 2
+    close(found, real_count(model, optimizer, loss_fn, longest, precision="fp32", microbatch=4, collate=collate))
 
 
 def test_channels_last_batches_stay_so():
@@ -393,6 +417,40 @@ def test_a_loss_function_that_uses_the_model_itself():
     assert found.method == "measured" and "model itself" in found.note
     assert all(p.grad is None for p in model.parameters())
     close(found, real_count(model, optimizer, loss_fn, vectors(8), precision="fp32", microbatch=4))
+
+
+def test_a_model_that_goes_to_a_device_that_is_not_here():
+    """torch would end the process; so the fake run stops before, and the real one fails as a step would."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    model = models.Cubes()
+
+    def loss_fn(model, batch):
+        return class_loss(model, {name: value.to("cuda") for name, value in batch.items()})
+
+    with pytest.raises((AssertionError, RuntimeError), match="(?i)cuda"):
+        estimate(model, SGD(model.parameters()), loss_fn, vectors(4), precision="fp32", microbatch=2)
+
+
+def test_models_that_cannot_be_copied_are_measured():
+    class Locked(models.Cubes):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+    model = Locked()
+    optimizer = AdamW(model.parameters())
+    found = estimate(model, optimizer, class_loss, vectors(8), precision="fp32", microbatch=4)
+    assert found.method == "measured" and "cannot pickle" in found.note
+    close(found, real_count(model, optimizer, class_loss, vectors(8), precision="fp32", microbatch=4))
+
+
+def test_a_compiled_model_is_counted_as_if_it_were_not():
+    model = models.Cubes()
+    compiled = torch.compile(model, backend="eager")
+    plain = estimate(model, SGD(model.parameters()), class_loss, vectors(4), precision="fp32", microbatch=2)
+    found = estimate(compiled, SGD(model.parameters()), class_loss, vectors(4), precision="fp32", microbatch=2)
+    assert found == plain
 
 
 def test_what_a_loss_function_holds_is_copied_with_the_model():

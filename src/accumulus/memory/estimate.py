@@ -66,7 +66,8 @@ def estimate(
 
     Cost:
         About a second for a 12-layer transformer, whatever the micro-batch size; no memory that grows with it. Where it
-        has to be measured: the passes of two small micro-batches, and a copy of the model in host memory.
+        has to be measured: the passes of two small windows, and a copy of the model in host memory; on CUDA, torch's
+        peak statistics start anew.
 
     Example:
         >>> model = torch.nn.Linear(1000, 1000)

@@ -7,6 +7,7 @@ without computing anything.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,9 @@ from accumulus.together import as_one, members
 __all__ = ["FakeWindow", "count_update", "fake_update", "is_present"]
 
 READ = torch.ops.aten._local_scalar_dense.default
+
+HARMLESS = 0.5
+"""What a read on the host gives: neither it, its logarithm nor 1 minus it is zero, as optimizers divide by those."""
 
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 """In-place kernels that make no tensors; for some of them torch has no rule for fake tensors."""
@@ -113,20 +117,28 @@ class FakeWindow:
 class FakeLiveBytes(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts on fake tensors, and helps them over what needs no data to go on.
 
-    Where the library itself or an optimizer reads a number on the host, it gets 1: neither needs the true one here.
-    Reads in the user's model or loss function are left to the fake tensors, which refuse.
+    Where the library itself or an optimizer reads a number on the host, it gets a harmless one: neither needs the true
+    one here. Reads in the user's model or loss function are left to the fake tensors, which refuse.
     """
+
+    @functools.cached_property
+    def _devices(self) -> frozenset[str]:
+        current = torch.accelerator.current_accelerator(check_available=True)
+        return frozenset({"cpu", "meta"} | ({current.type} if current is not None else set()))
 
     def _run(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if func is READ and (self.is_updating or _is_read_by_us()):
             dtype = args[0].dtype
-            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+            return True if dtype is torch.bool else HARMLESS if dtype.is_floating_point else 1
         name = func.overloadpacket.__name__
         if name in FUSED and not func._schema.returns:
             return None
         made = func(*args, **kwargs)
-        if not self.is_updating and isinstance(made, Tensor) and made.layout != torch.strided:
-            raise UnsupportedError(f"how many elements the {made.layout} tensors hold depends on the data")
+        if isinstance(made, Tensor):
+            if made.device.type not in self._devices:  # autograd would end the process
+                raise UnsupportedError(f"a tensor is made on {made.device}, which is not here")
+            if made.layout != torch.strided and not self.is_updating:
+                raise UnsupportedError(f"how many elements the {made.layout} tensors hold depends on the data")
         return with_workspace(name, args, made)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from accumulus import pytree
+from accumulus.errors import BatchError
 from accumulus.memory.fake import count_update, fake_update
 from accumulus.memory.live import PARTS, LiveBytes, Timeline, held_by, parameters_of
 from accumulus.memory.rehearsal import Pieces, Rehearsal, resized
@@ -54,7 +55,7 @@ class MeasuredWindow:
         self._precision = precision
         self._device = device
         self._collate = collate
-        self._tree = pytree.sliceable(batch) if collate is None else None
+        self._tree = _example(batch, collate)
 
     def run(self, size: int) -> Timeline:
         """Runs one window.
@@ -104,7 +105,19 @@ class MeasuredWindow:
             assert self._collate is not None  # else there would be a tree
             whole, rest = divmod(size, len(self._batch))
             return to_device(self._collate([*list(self._batch) * whole, *self._batch[:rest]]), self._device)
-        return to_device(resized(self._tree, size, _first_rows), self._device)
+        made = to_device(resized(self._tree, size, _first_rows), self._device)
+        is_new = self._collate is not None and self._device.type == "cpu"
+        return pytree.map_tensors(torch.clone, made) if is_new else made
+
+
+def _example(batch: Any, collate: Callable[[Any], Any] | None) -> pytree.Sliceable | None:
+    """The batch, padded to its longest sample where there is a `collate`; None where only `collate` can cut it."""
+    if collate is None:
+        return pytree.sliceable(batch)
+    try:
+        return pytree.sliceable(collate(batch))
+    except BatchError:
+        return None
 
 
 def _update(optimizer: Any, graded: list[tuple[Tensor, Tensor]], device: torch.device) -> tuple[Timeline, int]:
