@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias
@@ -17,6 +17,7 @@ from accumulus.errors import UsageError
 CONFIG_FILE = "config.toml"
 DEFAULT_MINUTES = 1.2
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
+PICTURES = (".png", ".html")
 TASK_OPTIONS = ("data", "max_length", "d_model", "num_layers", "num_heads")
 NEEDS_LARGER_THAN_ZERO = ("batch_size", "steps", "minutes", "lr", "max_grad_norm", *TASK_OPTIONS[1:])
 MAY_CHANGE_ON_RESUME = frozenset({"steps", "minutes", "microbatch", "num_evals", "plain", "compile", "device"})
@@ -225,12 +226,76 @@ class BenchConfig(TaskConfig):
     def validate(self) -> None:
         """As `TaskConfig.validate`."""
         super().validate()
-        unknown = [name for name in self.precisions if name not in PRECISIONS]
-        if unknown or not self.precisions:
-            shown = ", ".join(map(repr, unknown)) or "nothing"
-            raise UsageError(f"--precisions: {shown} is unknown; use some of {', '.join(PRECISIONS)}")
-        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
-            raise UsageError(f"--json {self.json}: its folder does not exist; make it first")
+        check_precisions(self.precisions)
+        check_file("json", self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(TaskConfig):
+    """Options of `accumulus plan`.
+
+    Example:
+        >>> config = PlanConfig(task="mine.py:job", batch_size=512)
+        >>> " ".join(config.train_words(precision="bf16", microbatch=64))
+        'mine.py:job --batch-size 512 --microbatch 64 --precision bf16'
+    """
+
+    microbatch: Annotated[str, tyro.conf.arg(metavar="INT|auto", help_behavior_hint="")] = "auto"
+    """One more micro-batch size to list, besides powers of two, the whole batch and the largest that fits."""
+
+    device: str = "auto"
+    """Whose memory: auto (an accelerator where there is one), cpu, cuda, ..., or the name of an accelerator that
+    need not be here: A100-40GB, H100, ..."""
+
+    memory: Annotated[str, tyro.conf.arg(metavar="24GiB|auto")] = "auto"
+    """The memory to fit into. auto: what is free on the device now, or all that an accelerator of that name has."""
+
+    precisions: tuple[str, ...] = ("fp32", "bf16", "auto")
+    """Precisions to list; auto is the one that the device does fast. fp16 takes what bf16 takes."""
+
+    json: Name = None
+    """A file for the figures."""
+
+    picture: Annotated[str | None, tyro.conf.arg(metavar="FILE.png|FILE.html", help_behavior_hint="")] = None
+    """A file for the picture: a PNG, or a page that opens offline. Needs the extra "plot"."""
+
+    def validate(self) -> None:
+        """As `TaskConfig.validate`."""
+        super().validate()
+        check_precisions(self.precisions)
+        check_file("json", self.json)
+        check_file("picture", self.picture)
+        if self.picture is not None and Path(self.picture).suffix.lower() not in PICTURES:
+            raise UsageError(f"--picture {self.picture}: the name must end in {' or '.join(PICTURES)}")
+
+    def microbatch_size(self) -> int:
+        """The one more size to list; without one the whole batch, which is listed anyway.
+
+        Returns:
+            At least 1; at most the batch size.
+
+        Raises:
+            UsageError: it is neither "auto" nor a number above zero.
+        """
+        return self.batch_size if self.microbatch == "auto" else super().microbatch_size()
+
+    def train_words(self, *, precision: str, microbatch: int) -> list[str]:
+        """What to write after `accumulus train` to train what was planned.
+
+        Args:
+            precision: its name.
+            microbatch: samples of a micro-batch.
+
+        Returns:
+            The task, the options that were given, and the two that were chosen.
+        """
+        shared = [field for field in fields(TaskConfig) if field.name not in ("task", "microbatch")]
+        words = [] if self.task == TaskConfig.task else [self.task]
+        for field in shared:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words += [flag(field.name), *(value if isinstance(value, tuple) else [str(value)])]
+        return [*words, "--microbatch", str(microbatch), "--precision", precision]
 
 
 def read_config(run_folder: str | Path) -> TrainConfig:
@@ -277,6 +342,39 @@ def changed_options(before: TrainConfig, now: TrainConfig) -> Mapping[str, Any]:
     """Options that differ, by name, with their new values."""
     names = [field.name for field in fields(before)]
     return {name: getattr(now, name) for name in names if getattr(before, name) != getattr(now, name)}
+
+
+def check_precisions(names: Sequence[str]) -> None:
+    """Refuses precisions that are unknown, and none at all.
+
+    Args:
+        names: what `--precisions` gave.
+
+    Raises:
+        UsageError: see above.
+    """
+    unknown = [name for name in names if name not in PRECISIONS]
+    if unknown or not names:
+        shown = ", ".join(map(repr, unknown)) or "nothing"
+        raise UsageError(f"--precisions: {shown} is unknown; use some of {', '.join(PRECISIONS)}")
+
+
+def check_file(name: str, path: str | None) -> None:
+    """Refuses a file that cannot be made, before the work whose outcome it is to hold.
+
+    Args:
+        name: the option.
+        path: its value; None where it was not given.
+
+    Raises:
+        UsageError: there is no such folder, or the file is itself a folder.
+    """
+    if path is None:
+        return
+    if not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"{flag(name)} {path}: its folder does not exist; make it first")
+    if Path(path).is_dir():
+        raise UsageError(f"{flag(name)} {path} is a folder; give a file in it")
 
 
 def flag(name: str) -> str:
