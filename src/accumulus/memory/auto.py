@@ -80,6 +80,7 @@ class Auto:
         self._tuning: Tuning | None = None
         self._scope = Scope(num_samples=0)
         self._fit: Fit | None = None
+        self._limit_bytes: int | None = None  # what the estimate was held against
         self._is_stale = True  # a new tuning is due
         self._trial: Trial | None = None
         self._tried: set[int] = set()  # in this process: what is new may have to be compiled first
@@ -106,7 +107,7 @@ class Auto:
             if not fit.samples and fit.one.peak_bytes > slack * fit.capacity_bytes:
                 raise OutOfMemoryError(f"not even one sample fits, and nothing was changed: {fit.shortage()}")
             largest = min(largest, max(1, fit.samples) * smallest)
-            self._recovery.bound = fit.bound
+            self._recovery.bound, self._limit_bytes = fit.bound, fit.limit_bytes
         self._recovery.max_load = None
         self._scope = Scope(num_samples=parts.num_samples)
         self._tuning = Tuning(whole=whole, largest=largest, smallest=smallest)
@@ -171,8 +172,8 @@ class Auto:
         tuning, load = self._tuning, self._recovery.max_load
         assert tuning is not None  # as above
         at_most = ""
-        if self._fit is not None and tuning.largest < tuning.whole:
-            at_most = f"; at most {tuning.largest} fit in {format_bytes(self._fit.limit_bytes)}"
+        if self._limit_bytes is not None and tuning.largest < tuning.whole:
+            at_most = f"; at most {tuning.largest} fit in {format_bytes(self._limit_bytes)}"
         if tuning.choice is None:
             return f"trying sizes, step {tuning.num_steps + 1} of at most {MAX_STEPS}{at_most}"
         if load is not None and load < tuning.choice:
@@ -188,6 +189,7 @@ class Auto:
             "tuning": None if self._tuning is None else self._tuning.state_dict(),
             "scope": [self._scope.num_samples, self._scope.sample_elements, self._scope.sample_weight],
             "is_stale": self._is_stale,
+            "limit_bytes": self._limit_bytes,
             **self._recovery.state_dict(),
         }
 
@@ -205,8 +207,9 @@ class Auto:
                 sample_elements=float(sample_elements),
                 sample_weight=float(sample_weight),
             )
-            is_stale = bool(state["is_stale"])
+            is_stale, limit = bool(state["is_stale"]), state["limit_bytes"]
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"not the saved state of microbatch='auto': {error}") from None
         self._recovery.load_state_dict(state)
         self._tuning, self._scope, self._is_stale, self._trial = tuning, scope, is_stale, None
+        self._limit_bytes = None if limit is None else int(limit)

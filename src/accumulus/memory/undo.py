@@ -163,7 +163,7 @@ class ChangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             tensors = value if isinstance(value, (list, tuple)) else [value]
-            if any(isinstance(t, Tensor) and t.untyped_storage().data_ptr() in self._storages for t in tensors):
+            if any(_address(t) in self._storages for t in tensors if isinstance(t, Tensor)):
                 return True
         return False
 
@@ -193,7 +193,7 @@ class Kept:
 
     def storages(self) -> frozenset[int]:
         """Where the large tensors lie."""
-        return frozenset(tensor.untyped_storage().data_ptr() for tensor in self._large)
+        return frozenset(_address(tensor) for tensor in self._large)
 
     def restore(self) -> None:
         """Puts back what was copied, and removes states that are new."""
@@ -207,6 +207,11 @@ class Kept:
                 states[parameter] = kept_state
             elif parameter in states:
                 del states[parameter]
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's data lies; 0 for what has no storage of its own, as sparse tensors."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
