@@ -35,6 +35,7 @@ LAYERS = {
     "engine": 3,
     "step": 3,
     "stream": 3,
+    "memory": 4,
     "run": 5,
     "cli": 6,
     "__main__": 7,

@@ -12,9 +12,19 @@ import pytest
 import accumulus as acc
 
 
-def public_functions():
+def public_values():
+    """The public names, and those of public modules."""
     for name in acc.__all__:
         value = getattr(acc, name)
+        yield name, value
+        if inspect.ismodule(value):
+            yield from ((f"{name}.{inner}", getattr(value, inner)) for inner in value.__all__)
+
+
+def public_functions():
+    for name, value in public_values():
+        if inspect.ismodule(value):
+            continue
         if not inspect.isclass(value):
             yield name, value
             continue
@@ -44,9 +54,17 @@ def test_every_error_is_exposed():
         assert name in (errors.__doc__ or ""), f"{name} is not drawn in the tree"
 
 
-@pytest.mark.parametrize("name", acc.__all__)
-def test_every_public_name_has_a_docstring(name):
-    assert (getattr(acc, name).__doc__ or "").strip()
+@pytest.mark.parametrize(("name", "value"), list(public_values()), ids=lambda v: v if isinstance(v, str) else "")
+def test_every_public_name_has_a_docstring(name, value):
+    assert (value.__doc__ or "").strip()
+
+
+def test_public_modules_expose_what_they_list():
+    modules = [value for _, value in public_values() if inspect.ismodule(value)]
+    assert modules == [acc.memory]
+    for module in modules:
+        assert module.__all__ == sorted(module.__all__)
+        assert not any(inspect.ismodule(getattr(module, name)) for name in module.__all__)
 
 
 @pytest.mark.parametrize(("name", "value"), list(public_functions()), ids=lambda v: v if isinstance(v, str) else "")

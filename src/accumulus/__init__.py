@@ -10,6 +10,7 @@ from accumulus.errors import (
     BatchError,
     CorruptStepError,
     LossError,
+    MemoryLimitError,
     OptimizerError,
     OutOfMemoryError,
     PrecisionError,
@@ -23,8 +24,10 @@ from accumulus.errors import (
 )
 
 if TYPE_CHECKING:
+    from accumulus import memory
     from accumulus.grouping import by_tokens
     from accumulus.lookahead import windows
+    from accumulus.memory.recover import recover_from_oom
     from accumulus.microbatch import by_count, to_device
     from accumulus.precision import Precision
     from accumulus.rng import random_state, set_random_state
@@ -50,7 +53,9 @@ _HOMES = {
     "TrainStep": "step",
     "by_count": "microbatch",
     "by_tokens": "grouping",
+    "memory": "memory",
     "random_state": "rng",
+    "recover_from_oom": "memory.recover",
     "set_random_state": "rng",
     "to_device": "microbatch",
     "windows": "lookahead",
@@ -64,6 +69,7 @@ __all__ = [
     "DynamicScale",
     "Loss",
     "LossError",
+    "MemoryLimitError",
     "Metric",
     "NoScale",
     "OptimizerError",
@@ -83,7 +89,9 @@ __all__ = [
     "WindowError",
     "by_count",
     "by_tokens",
+    "memory",
     "random_state",
+    "recover_from_oom",
     "set_random_state",
     "to_device",
     "windows",
@@ -93,7 +101,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'accumulus' has no attribute {name!r}")
-    value = getattr(import_module(f"accumulus.{_HOMES[name]}"), name)
+    home = import_module(f"accumulus.{_HOMES[name]}")
+    value = home if name == _HOMES[name] else getattr(home, name)  # `memory` is a module itself
     globals()[name] = value
     return value
 

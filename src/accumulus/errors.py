@@ -10,11 +10,12 @@
     ├── PrecisionError (ValueError)        an unknown precision, or parameters that do not fit it
     ├── OptimizerError (ValueError)        an optimizer that does not fit the model or cannot be driven
     ├── StateError (ValueError)            a saved state that does not belong to what loads it
+    ├── MemoryLimitError (ValueError)      an amount of memory that cannot be read, or a device that is not known
     ├── UsageError (ValueError)            bad input to the command line: one line, exit code 2
     ├── WindowError (RuntimeError)         a step that cannot start: one is already running, or gradients lie about
+    ├── OutOfMemoryError (RuntimeError)    one sample alone does not fit in memory
+    ├── CorruptStepError (RuntimeError)    an error in the middle of the update; parameters are not to be trusted
     ├── ScaleCollapseError (RuntimeError)  too many non-finite steps in a row; training has stopped
-    ├── OutOfMemoryError (RuntimeError)    not even one sample fits in memory; nothing was changed
-    ├── CorruptStepError (RuntimeError)    memory ran out in the middle of the optimizer's update; do not go on
     └── UnsupportedError (NotImplementedError)  a combination that is not built; the text says what to use instead
 
 Each message gives the value, the bound and the remedy. Catch by type; the texts may change.
@@ -25,6 +26,7 @@ __all__ = [
     "BatchError",
     "CorruptStepError",
     "LossError",
+    "MemoryLimitError",
     "OptimizerError",
     "OutOfMemoryError",
     "PrecisionError",
@@ -70,6 +72,10 @@ class StateError(AccumulusError, ValueError):
     """A saved state does not belong to the object that loads it."""
 
 
+class MemoryLimitError(AccumulusError, ValueError):
+    """An amount of memory cannot be read, or the memory of a device is not known."""
+
+
 class UsageError(AccumulusError, ValueError):
     """Bad input to the command line. The text is the one line that the user sees; the exit code is 2."""
 
@@ -78,16 +84,16 @@ class WindowError(AccumulusError, RuntimeError):
     """A step cannot start or go on: another is running, or gradients from elsewhere are already there."""
 
 
-class ScaleCollapseError(AccumulusError, RuntimeError):
-    """Too many steps in a row were non-finite. Parameters are as after the last applied step."""
-
-
 class OutOfMemoryError(AccumulusError, RuntimeError):
-    """Not even one sample fits in memory. Parameters, buffers and random states are as before the step."""
+    """One sample alone does not fit in memory. Parameters are untouched."""
 
 
 class CorruptStepError(AccumulusError, RuntimeError):
-    """Memory ran out in the middle of the optimizer's update: parameters may be half updated. Load the last state."""
+    """An error in the middle of the optimizer's in-place update. Parameters are not to be trusted: load them anew."""
+
+
+class ScaleCollapseError(AccumulusError, RuntimeError):
+    """Too many steps in a row were non-finite. Parameters are as after the last applied step."""
 
 
 class UnsupportedError(AccumulusError, NotImplementedError):

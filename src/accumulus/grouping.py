@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class ByTokens:
     buckets: Sequence[int] = ()
     trim: TrimNames = None
     strict: bool = False
+    is_auto: bool = False
     _warned: Once = field(default_factory=Once, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +138,7 @@ class ByTokens:
 
 
 def by_tokens(
-    max_tokens: int,
+    max_tokens: int | str,
     *,
     length: Callable[[Any], Any] | str | None = None,
     multiple_of: int = 8,
@@ -156,6 +158,7 @@ def by_tokens(
 
     Args:
         max_tokens: samples times padded length of a micro-batch, at most. A longer sample runs alone, with one warning.
+            "auto": what fits in memory, then what is fastest, found in the first steps.
         length: a function of a sample (with `collate`); or the name of a leaf, as a dotted path or its last part, that
             is a mask (bool, or a name that ends in "mask": not zero is real) or labels (integers: -100 at the end of a
             sample is padding; padding on the left needs a mask). None infers it: with `collate` from a sample's
@@ -185,7 +188,16 @@ def by_tokens(
         >>> groups.order, groups.sizes, groups.padded_lengths
         ([1, 4, 2, 3, 0], [1, 2, 2], [24, 16, 8])
     """
-    return ByTokens(max_tokens, length, multiple_of, () if buckets is None else buckets, trim=trim, strict=strict)
+    is_auto = max_tokens == "auto"
+    return ByTokens(
+        sys.maxsize if is_auto else max_tokens,  # type: ignore[arg-type]  # checked by the class
+        length,
+        multiple_of,
+        () if buckets is None else buckets,
+        trim=trim,
+        strict=strict,
+        is_auto=is_auto,
+    )
 
 
 def _positive(number: object, what: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -107,19 +108,16 @@ def choose_split(microbatch: object) -> Split:
     """The rule that the `microbatch` argument names.
 
     Args:
-        microbatch: samples per micro-batch, or a rule such as `by_count(8)` or `by_tokens(8192)`.
+        microbatch: samples per micro-batch, a rule such as `by_count(8)` or `by_tokens(8192)`, or "auto".
 
     Returns:
-        The rule.
+        The rule; for "auto" the one that what chooses sizes begins with.
 
     Raises:
-        SplitError: it is neither, or below 1, or `"auto"`, which is not built yet.
+        SplitError: it is neither, or below 1.
     """
     if microbatch == "auto":
-        raise SplitError(
-            "microbatch='auto' is not available yet; give the number of samples that fit in memory at once, "
-            "for example microbatch=32 (the result does not depend on it)"
-        )
+        return BySize(sys.maxsize)  # the whole batch, until a size has been chosen
     if any(callable(getattr(microbatch, name, None)) for name in ("sizes", "groups")):
         return microbatch  # type: ignore[return-value]
     return BySize(_positive(microbatch, "microbatch takes a number of samples or a rule such as by_count(8)"))
@@ -142,7 +140,18 @@ class Microbatches:
         SplitError: the rule cannot group the batch; or one of the user's own does not cover it.
     """
 
-    __slots__ = ("_collate", "_device", "_groups", "_tree", "batch", "num_samples", "order", "peak_tokens", "sizes")
+    __slots__ = (
+        "_collate",
+        "_device",
+        "_groups",
+        "_tree",
+        "batch",
+        "look",
+        "num_samples",
+        "order",
+        "peak_tokens",
+        "sizes",
+    )
 
     def __init__(
         self,
@@ -171,6 +180,12 @@ class Microbatches:
                 f"{split!r} cut {self.num_samples} samples into {self.sizes}; they must be integers that add up"
             )
         self._device, self._collate = device, collate
+        self.look: Callable[[Any, int], None] | None = None  # sees each micro-batch and its samples before it runs
+
+    @property
+    def longest(self) -> int | None:
+        """The padded length of the longest sample; None where the rule does not group by length."""
+        return None if self._groups is None else max(self._groups.padded_lengths, default=None)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -180,6 +195,8 @@ class Microbatches:
         last = len(self.sizes) - 1
         moves, marks = self._device.type != "cpu", pytree.is_compiling()
         for index, piece in enumerate(self._pieces()):
+            if self.look is not None:
+                self.look(piece, self.sizes[index])
             part = to_device(piece, self._device) if moves else piece
             yield pytree.mark_varying(part) if marks else part, index == last
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accumulus.errors import BatchError
 
-__all__ = ["Sliceable", "is_compiling", "map_tensors", "mark_varying", "sliceable"]
+__all__ = ["Sliceable", "is_compiling", "map_tensors", "mark_varying", "num_elements", "sliceable"]
 
 Rebuild: TypeAlias = Callable[[Iterator[Any]], Any]
 """Makes a tree of the flattened one's shape, taking its leaves from an iterator."""
@@ -216,6 +216,24 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return rebuild(iter([function(value) if isinstance(value, Tensor) else value for value in values]))
 
 
+def num_elements(tree: Any) -> int:
+    """How many numbers the tensors and arrays of a tree hold: a measure by which micro-batches are compared.
+
+    Args:
+        tree: any tree.
+
+    Returns:
+        The sum over its tensors and arrays; 0 where it has none that can be seen.
+    """
+    if isinstance(tree, Tensor):
+        return tree.numel()
+    if isinstance(tree, np.ndarray):
+        return tree.size
+    if type(tree) in (tuple, list) and (not tree or type(tree[0]) in PLAIN_TYPES):
+        return 0
+    return sum(num_elements(child) for _, child in _children(tree) or ())
+
+
 def flatten(tree: Any, is_leaf: Callable[[Any, str], bool], *, strict: bool = True) -> tuple[list[Leaf], Rebuild]:
     """Splits a tree into its leaves and a function that builds the same tree from others.
 
@@ -248,7 +266,10 @@ def flatten(tree: Any, is_leaf: Callable[[Any, str], bool], *, strict: bool = Tr
         leaves.append(Leaf(path, node, in_list))
         return next
 
-    return leaves, visit(tree, "", False)
+    build = visit(tree, "", False)
+    found = leaves.copy()
+    leaves.clear()  # `visit` refers to itself, and would hold them until garbage is collected
+    return found, build
 
 
 def is_plain(node: Any) -> bool:

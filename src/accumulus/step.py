@@ -9,22 +9,41 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from accumulus import host
 from accumulus.collapse import find_cause, untouched
 from accumulus.engine import Engine
-from accumulus.errors import LossError
+from accumulus.errors import LossError, SplitError
 from accumulus.microbatch import Microbatches, Split, choose_split
 from accumulus.precision import Precision
 from accumulus.scaling import LossScale
 from accumulus.types import Batch, LossFn, Optimizer, Scheduler, StepResult, describe
 
 __all__ = ["TrainStep"]
+
+
+DRIVERS = {"auto": "accumulus.memory.auto:Auto"}
+"""What runs a step's batches in place of the step itself, by the word that asks for it. By name, because it stands on
+the step and may not be imported here: see docs/decisions, "drivers"."""
+
+
+class Driver(Protocol):
+    """Runs a step's batches: chooses how they are cut, and cuts them anew when memory runs out."""
+
+    def __call__(self, batch: Batch) -> StepResult:
+        """Learns from one batch, through `TrainStep.run`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it found out, as plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state."""
 
 
 class TrainStep(Engine):
@@ -43,8 +62,9 @@ class TrainStep(Engine):
             samples), or a dict of them (terms, each over its own count). A scalar is wrong where samples count for
             different numbers of elements, as with padding or `ignore_index`: return `Loss` or `Loss.mean` there.
         precision: "fp32" (no casting), "tf32", "bf16", "fp16", "auto" (what the device does fast), or a `Precision`.
-        microbatch: samples per micro-batch, or a rule such as `by_count(8)` or `by_tokens(8192)`. Must be given:
-            "auto", the default, is not available yet.
+        microbatch: samples per micro-batch, a rule such as `by_count(8)` or `by_tokens(8192)`, or "auto": what fits in
+            memory, then what is fastest, found in the first ten steps or so; running out of memory is survived.
+            `by_tokens("auto")` does the same with tokens.
         max_grad_norm: clip the 2-norm of the true gradient to this (`torch.nn.utils.clip_grad_norm_` clips to very
             slightly less: it adds 1e-6 to the norm).
         max_grad_value: clip each element of the true gradient to this.
@@ -61,6 +81,8 @@ class TrainStep(Engine):
         on_step: called with each step's `StepResult` once it is known whether it was applied; one function or several.
             On an accelerator that is when the next step begins, which then waits for the last one.
         device: where micro-batches go; by default where the model is.
+        memory_limit: for "auto": bytes, or "20GiB", that the whole training may take; by default nine tenths of what
+            it holds and what is free.
 
     Raises:
         AccumulusError: an argument that cannot work; the class in `accumulus.errors` says which.
@@ -95,6 +117,7 @@ class TrainStep(Engine):
         veto: Callable[[Any], Any] | None = None,
         on_step: Callable[[StepResult], object] | Sequence[Callable[[StepResult], object]] = (),
         device: torch.device | str | None = None,
+        memory_limit: int | str | None = None,
     ) -> None:
         if not callable(loss_fn):
             raise LossError(f"loss_fn must be a function of model and micro-batch, not {describe(loss_fn)}")
@@ -116,7 +139,7 @@ class TrainStep(Engine):
         self.loss_fn = loss_fn
         self.microbatch = choose_split(microbatch)
         self.collate = collate
-        self.driver: Callable[[Batch], StepResult] | None = None
+        self.driver = make_driver(self, microbatch, memory_limit)
 
     def __call__(self, batch: Batch) -> StepResult:
         """Learns from one batch.
@@ -175,6 +198,33 @@ class TrainStep(Engine):
         """
         return Microbatches(batch, rule or self.microbatch, self.device, collate=self.collate)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a step carries on to the next: loss scale, reference weight, counters, the micro-batch size if chosen.
+
+        Returns:
+            Plain values, which `torch.save` and JSON both take. Model, optimizer and scheduler have their own.
+
+        Cost:
+            Waits for the last step.
+        """
+        state = super().state_dict()
+        return state if self.driver is None else state | {"microbatch": self.driver.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a saved state.
+
+        Args:
+            state: from `state_dict`; without `loss_scale` the scale starts anew. Or a `torch.amp.GradScaler`'s, for
+                its scale. The micro-batch size in it is used where this step chooses that, too.
+
+        Raises:
+            StateError: it is not such a state, or of another kind of loss scale.
+        """
+        chosen = state.get("microbatch")
+        if self.driver is not None and chosen is not None:
+            self.driver.load_state_dict(chosen)
+        super().load_state_dict({name: value for name, value in state.items() if name != "microbatch"})
+
     def _find_cause(self, batch: Batch, parts: Microbatches, scale: float) -> str:
         return find_cause(lambda tried: self._try(batch, parts, tried), scale)
 
@@ -190,3 +240,24 @@ class TrainStep(Engine):
             return host.wait_for(host.is_finite(loss)), self.update.is_finite()
         finally:
             self.window.guard.discard()
+
+
+def make_driver(step: TrainStep, microbatch: object, memory_limit: int | str | None) -> Driver | None:
+    """What runs the step's batches; None where the step does so itself.
+
+    Args:
+        step: whose batches.
+        microbatch: what was asked for.
+        memory_limit: bytes that it may plan with.
+
+    Raises:
+        SplitError: a limit where nothing is chosen.
+    """
+    word = "auto" if getattr(microbatch, "is_auto", False) else microbatch
+    if not isinstance(word, str):
+        if memory_limit is not None:
+            raise SplitError("memory_limit is for microbatch='auto'; a size that was given is used as it is")
+        return None
+    where, _, name = DRIVERS[word].partition(":")
+    driver: Driver = getattr(importlib.import_module(where), name)(step, memory_limit)
+    return driver

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -156,6 +156,23 @@ LossFn: TypeAlias = Callable[[Any, Any], Returned]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The micro-batch size that was chosen for a step, where the library chooses it.
+
+    Args:
+        size: samples or tokens of a micro-batch.
+        unit: "samples" or "tokens": what `size` counts.
+        reason: why this size, in words.
+        samples_per_second: the best speed measured with it while sizes were tried; None before that.
+    """
+
+    size: int
+    unit: str
+    reason: str
+    samples_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What one step did. Everything is the whole batch's, whichever way it was cut.
 
@@ -177,6 +194,7 @@ class StepResult:
             of the batch.
         lr: learning rate of the first parameter group in this step; NaN where the optimizer chooses it itself.
         seconds: wall time of the call on the host.
+        choice: the micro-batch size and why; None where you gave it.
     """
 
     loss: Tensor
@@ -191,6 +209,7 @@ class StepResult:
     metrics: Mapping[str, Tensor]
     lr: Scalar
     seconds: float
+    choice: Choice | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain Python numbers.
@@ -295,4 +314,4 @@ def to_python(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return {name: to_python(item) for name, item in value.items()}
-    return value
+    return asdict(value) if isinstance(value, Choice) else value

@@ -29,7 +29,7 @@ from accumulus.host import Flag, Scalar
 from accumulus.together import members
 from accumulus.types import HALF_DTYPES, Model, Optimizer, describe
 
-__all__ = ["Measured", "Update"]
+__all__ = ["Measured", "Update", "check_optimizer"]
 
 FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused kernels take `grad_scale` and `found_inf`."""
@@ -105,7 +105,7 @@ class Update:
         for name, bound in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
             if bound is not None and not (isinstance(bound, (int, float)) and bound > 0):
                 raise OptimizerError(f"{name} must be above 0, or None for no clipping, not {describe(bound)}")
-        _check_optimizer(model, optimizer)
+        check_optimizer(model, optimizer)
         self.optimizer = optimizer
         self._model = model
         self._guard = guard
@@ -181,7 +181,7 @@ class Update:
             measured: what was just measured.
         """
         applied, parameters = measured.applied, measured.parameters
-        if isinstance(applied, Tensor) and self._folds and self._have_state(parameters):
+        if isinstance(applied, Tensor) and self._folds and self.has_state(parameters):
             self._step(measured, applied)
         elif host.wait_for(applied):
             self._step(measured, None)
@@ -232,7 +232,7 @@ class Update:
             clipped = (norm_of(gradients, order=math.inf) * multiplier > self._max_value) | clipped
         return norm, all_finite, all_finite & clipped, multiplier
 
-    def _have_state(self, parameters: Sequence[Parameter]) -> bool:
+    def has_state(self, parameters: Sequence[Parameter]) -> bool:
         """Whether a step would make no new optimizer state: a skipped one must leave none behind."""
         state = self.optimizer.state
         return self._stepped.issuperset(parameters) and not (
@@ -372,7 +372,12 @@ def dense_values(parameters: list[Parameter]) -> list[Tensor]:
     return values
 
 
-def _check_optimizer(model: Model, optimizer: Optimizer) -> None:
+def check_optimizer(model: Model, optimizer: Optimizer) -> None:
+    """Refuses an optimizer that cannot train the model from gradients that are already there.
+
+    Raises:
+        OptimizerError, PrecisionError, UnsupportedError: as `Update`.
+    """
     if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
         raise OptimizerError(
             f"optimizer must have param_groups and step(), as torch.optim's have, not {type(optimizer).__name__}"

@@ -1,0 +1,151 @@
+"""What can be known beforehand of the memory that a step takes: the estimate, held against what the device has."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from accumulus.memory.bound import Bound
+from accumulus.memory.capacity import available_bytes
+from accumulus.memory.curve import MemoryEstimate
+from accumulus.memory.estimate import curve
+from accumulus.microbatch import BySize
+from accumulus.pytree import num_elements
+from accumulus.step import TrainStep
+from accumulus.together import members
+from accumulus.types import Batch
+from accumulus.units import format_bytes
+
+__all__ = ["Fit", "Forecast"]
+
+log = logging.getLogger("accumulus")
+
+SAFE_SHARE = 0.9
+"""Of the memory there is, what micro-batches are planned for: allocators leave gaps, and kernels want workspaces."""
+
+FAR = 64
+"""The bound is looked for in batches up to so many times the present one: later ones may be of shorter samples."""
+
+MEASURES = {
+    "parameters": "a smaller model, or sharding it over several devices",
+    "gradients": "freezing a part of the model",
+    "optimizer state": "an optimizer with less state, such as SGD or Adafactor",
+    "cast weights": "precision='fp32'",
+    "activations": "activation checkpointing (torch.utils.checkpoint), smaller samples, or precision='bf16'",
+    "temporary": "an optimizer with fused=True, or a loss that makes no copy of the logits",
+}
+"""What makes each part smaller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What the estimate says of a batch.
+
+    Args:
+        samples: the most that fit in a micro-batch, were all as large as the batch's largest; 0: not even one does.
+        bound: the same in numbers of tensors.
+        one: what a micro-batch of a single sample takes.
+        limit_bytes: what it may take.
+        capacity_bytes: what there is; the limit itself where that was given.
+    """
+
+    samples: int
+    bound: Bound
+    one: MemoryEstimate
+    limit_bytes: int
+    capacity_bytes: int
+
+    def shortage(self) -> str:
+        """Why one sample does not fit: the parts of its memory, and what helps against the largest."""
+        parts = sorted(((size, name) for name, size in self.one.parts.items() if size), reverse=True)
+        shown = ", ".join(f"{name} {format_bytes(size)}" for size, name in parts)
+        return (
+            f"training takes {format_bytes(self.one.peak_bytes)} with one sample in the micro-batch ({shown}), and "
+            f"{format_bytes(self.limit_bytes)} may be used; what would help most: {MEASURES[parts[0][1]]}"
+        )
+
+
+class Forecast:
+    """The estimate of a step, held against the memory there is.
+
+    Args:
+        step: what will run.
+        limit_bytes: what the whole training may take; None: a safe share of what it holds and of what is free.
+    """
+
+    def __init__(self, step: TrainStep, limit_bytes: int | None = None) -> None:
+        self._step = step
+        self._limit_bytes = limit_bytes
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the limit was given, and holds whatever the device has."""
+        return self._limit_bytes is not None
+
+    def fit(self, batch: Batch) -> Fit | None:
+        """How much of a batch fits; None where that cannot be estimated.
+
+        Args:
+            batch: gives the shapes: of a list of samples those of all of them collated, padded to the longest.
+
+        Cost:
+            Two or three runs on fake tensors: about a second for a transformer of twelve layers.
+        """
+        step = self._step
+        try:
+            num_samples = step.split(batch, BySize(1)).num_samples
+            whole = batch if step.collate is None else step.collate(batch)
+            sample_elements = num_elements(whole) / num_samples
+            found = curve(
+                step.model,
+                step.update.optimizer,
+                step.loss_fn,
+                batch,
+                precision=step.precision,
+                collate=step.collate,
+                device=step.device,
+            )
+            capacity = self._limit_bytes or held_bytes(step) + available_bytes(step.device)
+            limit = capacity if self.is_strict else int(SAFE_SHARE * capacity)
+            samples = found.largest(limit, FAR * num_samples)
+            return Fit(
+                samples=min(samples, num_samples),
+                bound=Bound(max(1, samples) * sample_elements, sample_elements),
+                one=found.at(1),
+                limit_bytes=limit,
+                capacity_bytes=capacity,
+            )
+        except Exception as error:  # it runs the user's code: what is wrong with that, the step itself will say
+            log.warning("peak memory could not be estimated (%s: %s)", type(error).__name__, error)
+            return None
+
+    def explain_one_sample(self, batch: Batch) -> str:
+        """Why one sample does not fit, when that has been tried.
+
+        Args:
+            batch: what could not be learned from.
+
+        Returns:
+            A sentence with the parts of the memory.
+        """
+        found = self.fit(batch)
+        advice = (
+            "use activation checkpointing, smaller samples or a smaller model" if found is None else found.shortage()
+        )
+        return f"memory ran out with a single sample in the micro-batch, and nothing was changed; {advice}"
+
+
+def held_bytes(step: TrainStep) -> int:
+    """What model and optimizer hold already: parameters, buffers and states, each storage once.
+
+    Args:
+        step: between two batches, when there are no gradients.
+    """
+    states = (
+        value for optimizer in members(step.update.optimizer) for s in optimizer.state.values() for value in s.values()
+    )
+    tensors = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

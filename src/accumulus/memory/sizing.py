@@ -1,0 +1,81 @@
+"""Rules with another size: what recovery and tuning make of the user's own rule.
+
+A micro-batch's *load* is what its rule counts: tokens where samples are grouped by length, samples elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accumulus.grouping import ByTokens, Once
+from accumulus.microbatch import BySize, Groups, Microbatches, Split, by_count
+
+__all__ = ["at_most", "load_of", "resized", "sample_load_of", "unit_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finer:
+    """Another rule's micro-batches; those of more than `size` samples are cut into as few as will do, nearly equal."""
+
+    rule: Any
+    size: int
+
+    def groups(self, batch: Any) -> Groups:
+        """The rule's groups, in its order."""
+        if hasattr(self.rule, "groups"):
+            whole: Groups = self.rule.groups(batch)
+        else:
+            num_samples = len(batch) if isinstance(batch, Sequence) else batch.length
+            whole = Groups(order=range(num_samples), sizes=self.rule.sizes(num_samples))
+        cut = [(size, index) for index, size in enumerate(whole.sizes) for size in self._cut(size)]
+        columns, parents = whole.columns, [index for _, index in cut]
+        return Groups(
+            order=whole.order,
+            sizes=[size for size, _ in cut],
+            padded_lengths=[whole.padded_lengths[index] for index in parents] if whole.padded_lengths else (),
+            columns=None if columns is None else lambda index, leaf: columns(parents[index], leaf),
+        )
+
+    def _cut(self, size: int) -> Sequence[int]:
+        return by_count(-(-size // self.size)).sizes(size)
+
+
+def at_most(rule: Split, load: int) -> Split:
+    """A rule whose micro-batches are no larger than a load, if single samples are not.
+
+    Args:
+        rule: any.
+        load: at least 1.
+    """
+    if isinstance(rule, ByTokens):
+        return resized(rule, min(rule.max_tokens, load))
+    return BySize(min(rule.size, load)) if isinstance(rule, BySize) else Finer(rule, load)
+
+
+def resized(rule: Split, load: int) -> Split:
+    """The same kind of rule with another size.
+
+    Args:
+        rule: a number of samples, or a token budget.
+        load: at least 1.
+    """
+    if isinstance(rule, ByTokens):  # not the user's budget, so a longer sample is no reason to complain
+        return replace(rule, max_tokens=load, strict=False, _warned=Once(is_said=True))
+    return BySize(load)
+
+
+def load_of(parts: Microbatches) -> int:
+    """Samples or tokens in the largest micro-batch."""
+    return max(parts.sizes) if parts.peak_tokens is None else parts.peak_tokens
+
+
+def sample_load_of(parts: Microbatches) -> int:
+    """What the largest sample counts for in the load."""
+    return 1 if parts.longest is None else parts.longest
+
+
+def unit_of(rule: Split) -> str:
+    """What a load counts: "samples" or "tokens"."""
+    return "tokens" if isinstance(rule, ByTokens) else "samples"
