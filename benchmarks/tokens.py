@@ -28,7 +28,7 @@ from timing import Rows, medians, show
 
 MAX_LENGTH, BATCH_SIZE, NUM_BATCHES = 1024, 256, 3
 MAX_TOKENS = 16 * MAX_LENGTH
-SIZES = {"d_model": 128, "num_layers": 2, "num_heads": 2}
+SIZES = {"d_model": 64, "num_layers": 2, "num_heads": 1}
 
 Samples = list[bytes]
 
@@ -77,7 +77,7 @@ def num_padded_tokens(step: acc.TrainStep, batches: list[Samples]) -> int:
     return sum(part["inputs"].numel() for batch in batches for part, _ in step.split(batch))
 
 
-def measure(rounds: int = 3) -> Rows:
+def measure(rounds: int = 5) -> Rows:
     shuffled = Batches(load_samples(), batch_size=BATCH_SIZE, seed=0)  # without length=, so not sorted
     batches = [shuffled[index] for index in range(min(NUM_BATCHES, shuffled.per_epoch))]
     longest = max(len(sample) for batch in batches for sample in batch)
