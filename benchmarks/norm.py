@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from accumulus.update import norm_of
+from accumulus.norm import norm_of
 from timing import Rows, medians, show
 
 NUM_ELEMENTS = 40_000_000

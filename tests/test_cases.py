@@ -508,7 +508,7 @@ def test_case_41_weights_cast_once_then_changed():
 
 
 def test_case_42_norms_of_half_tensors(where):
-    from accumulus.update import norm_of
+    from accumulus.norm import norm_of
 
     for dtype in (torch.float16, torch.bfloat16):
         gradients = [torch.full((1000,), 300.0, dtype=dtype)] * 50

@@ -19,6 +19,7 @@ LAYERS = {
     "tally": 1,
     "terms": 1,
     "guard": 1,
+    "norm": 1,
     "together": 1,
     "lengths": 1,
     "trim": 1,
