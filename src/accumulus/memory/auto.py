@@ -18,7 +18,7 @@ from accumulus.memory.capacity import parse_bytes
 from accumulus.memory.clock import Reading, Stopwatch
 from accumulus.memory.forecast import Fit, Forecast
 from accumulus.memory.recover import Recovery
-from accumulus.memory.sizing import load_of, resized, sample_load_of, unit_of
+from accumulus.memory.sizing import load_of, resized, sample_load_of, smallest_of, unit_of
 from accumulus.memory.tune import MAX_STEPS, Tuning
 from accumulus.pytree import is_compiling
 from accumulus.step import TrainStep
@@ -100,11 +100,11 @@ class Auto:
         """A search among the sizes that fit this batch."""
         parts = self._step.split(batch, resized(self._step.microbatch, sys.maxsize))
         fit = self._fit = self._fit or self._forecast.fit(batch)
-        whole, smallest = load_of(parts), sample_load_of(parts)
-        largest = whole
+        whole = largest = load_of(parts)
+        smallest = min(whole, max(sample_load_of(parts), smallest_of(self._step)))
         if fit is not None:
             slack = 1.0 if self._forecast.is_strict else TOLERANCE
-            if not fit.samples and fit.one.peak_bytes > slack * fit.capacity_bytes:
+            if not fit.samples and fit.smallest.peak_bytes > slack * fit.capacity_bytes:
                 raise OutOfMemoryError(f"not even one sample fits, and nothing was changed: {fit.shortage()}")
             largest = min(largest, max(1, fit.samples) * smallest)
             self._recovery.bound, self._limit_bytes = fit.bound, fit.limit_bytes

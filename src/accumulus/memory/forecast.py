@@ -11,6 +11,7 @@ from accumulus.memory.bound import Bound
 from accumulus.memory.capacity import available_bytes
 from accumulus.memory.curve import MemoryEstimate
 from accumulus.memory.estimate import curve
+from accumulus.memory.sizing import smallest_of
 from accumulus.microbatch import BySize
 from accumulus.pytree import num_elements
 from accumulus.step import TrainStep
@@ -46,23 +47,24 @@ class Fit:
     Args:
         samples: the most that fit in a micro-batch, were all as large as the batch's largest; 0: not even one does.
         bound: the same in numbers of tensors.
-        one: what a micro-batch of a single sample takes.
+        smallest: what the smallest micro-batch takes.
         limit_bytes: what it may take.
         capacity_bytes: what there is; the limit itself where that was given.
     """
 
     samples: int
     bound: Bound
-    one: MemoryEstimate
+    smallest: MemoryEstimate
     limit_bytes: int
     capacity_bytes: int
 
     def shortage(self) -> str:
         """Why one sample does not fit: the parts of its memory, and what helps against the largest."""
-        parts = sorted(((size, name) for name, size in self.one.parts.items() if size), reverse=True)
+        one = self.smallest
+        parts = sorted(((size, name) for name, size in one.parts.items() if size), reverse=True)
         shown = ", ".join(f"{name} {format_bytes(size)}" for size, name in parts)
         return (
-            f"training takes {format_bytes(self.one.peak_bytes)} with one sample in the micro-batch ({shown}), and "
+            f"training takes {format_bytes(one.peak_bytes)} with a micro-batch of {one.microbatch} ({shown}), and "
             f"{format_bytes(self.limit_bytes)} may be used; what would help most: {MEASURES[parts[0][1]]}"
         )
 
@@ -113,7 +115,7 @@ class Forecast:
             return Fit(
                 samples=min(samples, num_samples),
                 bound=Bound(max(1, samples) * sample_elements, sample_elements),
-                one=found.at(1),
+                smallest=found.at(smallest_of(step)),
                 limit_bytes=limit,
                 capacity_bytes=capacity,
             )
@@ -121,11 +123,12 @@ class Forecast:
             log.warning("peak memory could not be estimated (%s: %s)", type(error).__name__, error)
             return None
 
-    def explain_one_sample(self, batch: Batch) -> str:
-        """Why one sample does not fit, when that has been tried.
+    def explain(self, batch: Batch, size: int) -> str:
+        """Why the smallest micro-batch does not fit, when that has been tried.
 
         Args:
             batch: what could not be learned from.
+            size: samples of that micro-batch.
 
         Returns:
             A sentence with the parts of the memory.
@@ -134,7 +137,7 @@ class Forecast:
         advice = (
             "use activation checkpointing, smaller samples or a smaller model" if found is None else found.shortage()
         )
-        return f"memory ran out with a single sample in the micro-batch, and nothing was changed; {advice}"
+        return f"memory ran out with a micro-batch of {size}, and nothing was changed; {advice}"
 
 
 def held_bytes(step: TrainStep) -> int:

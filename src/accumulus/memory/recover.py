@@ -15,7 +15,7 @@ from accumulus.errors import OutOfMemoryError, StateError
 from accumulus.memory.bound import NO_BOUND, Bound
 from accumulus.memory.failure import is_out_of_memory, let_go
 from accumulus.memory.forecast import Forecast
-from accumulus.memory.sizing import at_most, load_of, sample_load_of
+from accumulus.memory.sizing import at_most, load_of, sample_load_of, smallest_of
 from accumulus.memory.undo import Protection, Undo
 from accumulus.microbatch import Microbatches
 from accumulus.pytree import num_elements
@@ -149,7 +149,7 @@ class Recovery:
         elements = num_elements(part)
         self.seen = self.seen.widened(elements, size)
         excess = self.bound.excess(elements, size)
-        if excess > 1 and size > 1:
+        if excess > 1 and size > smallest_of(self._step):
             raise TooLargeError(excess)
 
     def _give_way(self, batch: Batch, parts: Microbatches | None, failure: Exception) -> None:
@@ -162,13 +162,14 @@ class Recovery:
             if self.num_failures > 1:
                 raise OutOfMemoryError("no memory is left even to cut a batch; free some and go on") from failure
             return
-        if max(parts.sizes) == 1:
-            raise OutOfMemoryError(self._forecast.explain_one_sample(batch)) from failure
+        smallest = smallest_of(self._step)
+        if max(parts.sizes) <= smallest:
+            raise OutOfMemoryError(self._forecast.explain(batch, max(parts.sizes))) from failure
         load = load_of(parts)
         found = self._forecast.fit(batch) if self.num_failures == 1 else None
         informed = 0 if found is None else found.samples * sample_load_of(parts)
         # An estimate that says it should have fitted is of no help.
-        self.max_load = informed if 0 < informed < load else max(1, load // 2)
+        self.max_load = max(smallest, informed if 0 < informed < load else load // 2)
         if self.seen.elements:
             self.bound = self.seen.scaled(self.max_load / load)
         log.warning("out of memory with micro-batches of %d; going on with %d", load, self.max_load)
@@ -181,7 +182,7 @@ class Recovery:
             self.bound = found
             return
         load = load_of(parts)
-        self.max_load = max(1, min(load - 1, int(load / excess)))
+        self.max_load = max(smallest_of(self._step), min(load - 1, int(load / excess)))
         log.info("larger samples: micro-batches of %d instead of %d", self.max_load, load)
 
     def _look_ahead(self) -> None:

@@ -9,15 +9,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accumulus.grouping import ByTokens, Once
-from accumulus.microbatch import BySize, Groups, Microbatches, Split, by_count
+from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["at_most", "load_of", "resized", "sample_load_of", "unit_of"]
+from accumulus.grouping import ByTokens, Once
+from accumulus.microbatch import ByCount, BySize, Groups, Microbatches, Split
+from accumulus.step import TrainStep
+
+__all__ = ["at_most", "load_of", "resized", "sample_load_of", "smallest_of", "unit_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Even:
+    """Micro-batches of at most `size` samples, as few as will do, nearly equal: no short one is left over."""
+
+    size: int
+
+    def sizes(self, num_samples: int) -> Sequence[int]:
+        """The larger ones first."""
+        return ByCount(-(-num_samples // self.size)).sizes(num_samples)
 
 
 @dataclass(frozen=True, slots=True)
 class Finer:
-    """Another rule's micro-batches; those of more than `size` samples are cut into as few as will do, nearly equal."""
+    """Another rule's micro-batches, those of more than `size` samples cut into as few nearly equal ones as will do."""
 
     rule: Any
     size: int
@@ -39,7 +53,7 @@ class Finer:
         )
 
     def _cut(self, size: int) -> Sequence[int]:
-        return by_count(-(-size // self.size)).sizes(size)
+        return Even(self.size).sizes(size)
 
 
 def at_most(rule: Split, load: int) -> Split:
@@ -51,7 +65,9 @@ def at_most(rule: Split, load: int) -> Split:
     """
     if isinstance(rule, ByTokens):
         return resized(rule, min(rule.max_tokens, load))
-    return BySize(min(rule.size, load)) if isinstance(rule, BySize) else Finer(rule, load)
+    if isinstance(rule, (BySize, Even)):
+        return Even(min(rule.size, load))
+    return Even(load) if isinstance(rule, ByCount) else Finer(rule, load)
 
 
 def resized(rule: Split, load: int) -> Split:
@@ -63,7 +79,7 @@ def resized(rule: Split, load: int) -> Split:
     """
     if isinstance(rule, ByTokens):  # not the user's budget, so a longer sample is no reason to complain
         return replace(rule, max_tokens=load, strict=False, _warned=Once(is_said=True))
-    return BySize(load)
+    return Even(load)
 
 
 def load_of(parts: Microbatches) -> int:
@@ -74,6 +90,11 @@ def load_of(parts: Microbatches) -> int:
 def sample_load_of(parts: Microbatches) -> int:
     """What the largest sample counts for in the load."""
     return 1 if parts.longest is None else parts.longest
+
+
+def smallest_of(step: TrainStep) -> int:
+    """The fewest samples that may go through the model together: BatchNorm in training mode refuses a single one."""
+    return 2 if any(isinstance(m, _BatchNorm) and m.training for m in step.model.modules()) else 1
 
 
 def unit_of(rule: Split) -> str:
