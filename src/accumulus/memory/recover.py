@@ -129,7 +129,7 @@ class Recovery:
                 failure: Exception = error
             else:
                 undo.note_changes()
-                self._look_ahead()
+                self._look_ahead(parts)
                 return result
             # Outside the except block, whose error would hold on to the failed frames.
             let_go(failure, self._step.device)
@@ -185,11 +185,11 @@ class Recovery:
         self.max_load = max(smallest_of(self._step), min(load - 1, int(load / excess)))
         log.info("larger samples: micro-batches of %d instead of %d", self.max_load, load)
 
-    def _look_ahead(self) -> None:
+    def _look_ahead(self, parts: Microbatches) -> None:
         """After a step that went well: may the next one's load be larger?"""
         if self.max_load is None or not self.seen.elements:
             return
-        possible = self.max_load * self.bound.elements / self.seen.elements * GROWTH_SHARE
+        possible = load_of(parts) * self.bound.elements / self.seen.elements * GROWTH_SHARE
         if possible >= self.max_load * GROWTH:
             self.max_load = int(possible) if possible < LARGEST_LOAD else None
 
