@@ -17,6 +17,9 @@ __all__ = ["Tuning"]
 CLOSE = 0.95
 """Sizes that reach this share of the best speed are as good; of these the smallest needs the least memory."""
 
+RISES, FALLS = 1.01, 0.97
+"""From one size to a larger one, speeds rise or fall if they change by more than a step's chance."""
+
 START = 2
 """Where the search starts: at a quarter of the largest size. On many CPUs the largest ones are the slowest of all."""
 
@@ -104,15 +107,22 @@ class Tuning:
         return self._coarse(sizes) or self._fine(sizes) or self._again()
 
     def _coarse(self, sizes: list[int]) -> int | None:
-        """From the middle in factors of four: down as long as it stays as fast, up as long as it becomes faster."""
+        """From the middle: down as long as it stays as fast, up as long as it becomes faster."""
         levels = [sizes.index(size) for size in self.speeds]
         best, good = self._levels(sizes)
         if good == max(levels) and good < len(sizes) - 1:
-            return sizes[min(good + 2, len(sizes) - 1)]
-        # Where a smaller one is as fast, none that is larger will be chosen: they are not even tried.
-        if best == good == min(levels) and best > 0:
-            return sizes[max(best - 2, 0)]
+            # Where the last step down made it no faster, the next one may well be slow, so it is a small one.
+            larger = max((level for level in levels if level < good), default=None)
+            falls = larger is not None and self._slope(sizes, larger) < FALLS
+            return sizes[min(good + (2 if falls else 1), len(sizes) - 1)]
+        if best == min(levels) and best > 0 and self._slope(sizes, best) > RISES:
+            return sizes[max(best - (2 if good == best else 1), 0)]
         return None
+
+    def _slope(self, sizes: list[int], level: int) -> float:
+        """How much faster a size is than the next smaller one that was measured."""
+        smaller = next((size for size in sizes[level + 1 :] if size in self.speeds), None)
+        return math.inf if smaller is None else self.speeds[sizes[level]] / self.speeds[smaller]
 
     def _fine(self, sizes: list[int]) -> int | None:
         """The neighbours of the best, and the one below the smallest good one."""
