@@ -110,6 +110,8 @@ def undisturbed(device: torch.device, model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the step itself will give them
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
