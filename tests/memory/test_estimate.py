@@ -537,6 +537,28 @@ def test_a_device_that_is_not_here_is_stood_for():
         estimate(model, optimizer, token_loss, tokens(4), microbatch=2, device="cuda")
 
 
+def test_a_model_on_the_meta_device_is_what_it_would_be_here():
+    with torch.device("meta"):
+        planned = models.Transformer()
+    model = models.Transformer()
+    found, right = (
+        estimate(m, AdamW(m.parameters()), token_loss, tokens(4), precision="bf16", microbatch=3)
+        for m in (planned, model)
+    )
+    assert found == right
+    with torch.device("meta"):
+        huge = nn.Linear(10**6, 10**6)
+    found = estimate(huge, SGD(huge.parameters()), lambda m, x: m(x).mean(), torch.zeros(1, 10**6), microbatch=8)
+    assert found.parts["parameters"] == 4 * (10**12 + 10**6)
+    with pytest.raises(acc.UnsupportedError, match="depends on the data; and a model on the meta device has no data"):
+        estimate(planned, SGD(planned.parameters()), read_tokens, tokens(4), precision="fp32", microbatch=2)
+
+
+def read_tokens(model, batch):
+    loss = token_loss(model, batch)
+    return loss if loss.sum.item() < 1e30 else None
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [

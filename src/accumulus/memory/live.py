@@ -183,6 +183,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.hold(state_of(optimizer), "optimizer state")
             return report
 
+        vars(watched_update).update(optimizer=optimizer, is_finite=getattr(update, "is_finite", None))
         step.loss_fn, step.update = watched_loss, watched_update
         mark_gradients()
         try:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from accumulus import pytree, rng
+from accumulus.scaling import NoScale
 from accumulus.step import TrainStep
 
 __all__ = ["Pieces", "Rehearsal", "drop_gradients", "resized", "undisturbed"]
@@ -40,7 +41,22 @@ class Pieces:
 
 
 class Rehearsal(TrainStep):
-    """A step that takes `Pieces`, and after the update settles nothing: no loss scale, no scheduler, no counters."""
+    """A step that takes `Pieces`, and after the update settles nothing: no loss scale, no scheduler, no counters.
+
+    It takes no norm either, which makes only scalars and on a CPU goes through large gradients in many pieces.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, loss_fn: Any, *, precision: Any, device: torch.device) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            loss_fn,
+            precision=precision,
+            microbatch=1,
+            loss_scale=NoScale(),
+            skip_nonfinite=False,
+            device=device,
+        )
 
     def split(self, batch: Any) -> Any:
         """The pieces themselves.
