@@ -336,6 +336,33 @@ def test_nothing_is_touched_by_an_error(kind):
     assert_same(before, everything(model, optimizer))
 
 
+def test_around_it_may_be_autocast_or_no_gradients():
+    model = models.Cubes()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    batch = vectors(4)
+    right = estimate(model, optimizer, class_loss, batch, precision="fp32", microbatch=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(batch["x"])
+        assert estimate(model, optimizer, class_loss, batch, precision="fp32", microbatch=2) == right
+        low = estimate(model, optimizer, class_loss, batch, precision="fp16", microbatch=2)
+        assert torch.equal(model(batch["x"]), before)  # no fake or fp16 copy of a weight is left in its cache
+    assert low == estimate(model, optimizer, class_loss, batch, precision="fp16", microbatch=2)
+    with torch.inference_mode():
+        assert estimate(model, optimizer, class_loss, batch, precision="fp32", microbatch=2) == right
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.usefixtures("accelerator")
+def test_the_code_of_an_accelerator(precision, fused):
+    """Numbers that the host does not read stay tensors, and the update is skipped on the device."""
+    model = models.Transformer()
+    optimizer = AdamW(model.parameters(), fused=fused)
+    found = estimate(model, optimizer, token_loss, tokens(4), precision=precision, microbatch=3)
+    assert found.method == "fake"
+    close(found, real_count(model, optimizer, token_loss, tokens(6), precision=precision, microbatch=3))
+
+
 def test_no_warning_is_given_and_none_is_used_up():
     model = models.Images()
     optimizer = Adam(model.parameters())
@@ -508,6 +535,28 @@ def test_a_device_that_is_not_here_is_stood_for():
     assert all(num_bytes % 512 == 0 for num_bytes in found.parts.values())
     with pytest.raises(acc.PrecisionError, match="no cuda device is here; name one"):
         estimate(model, optimizer, token_loss, tokens(4), microbatch=2, device="cuda")
+
+
+def test_a_model_on_the_meta_device_is_what_it_would_be_here():
+    with torch.device("meta"):
+        planned = models.Transformer()
+    model = models.Transformer()
+    found, right = (
+        estimate(m, AdamW(m.parameters()), token_loss, tokens(4), precision="bf16", microbatch=3)
+        for m in (planned, model)
+    )
+    assert found == right
+    with torch.device("meta"):
+        huge = nn.Linear(10**6, 10**6)
+    found = estimate(huge, SGD(huge.parameters()), lambda m, x: m(x).mean(), torch.zeros(1, 10**6), microbatch=8)
+    assert found.parts["parameters"] == 4 * (10**12 + 10**6)
+    with pytest.raises(acc.UnsupportedError, match="depends on the data; and a model on the meta device has no data"):
+        estimate(planned, SGD(planned.parameters()), read_tokens, tokens(4), precision="fp32", microbatch=2)
+
+
+def read_tokens(model, batch):
+    loss = token_loss(model, batch)
+    return loss if loss.sum.item() < 1e30 else None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from accumulus import pytree
 from accumulus.engine import device_of
-from accumulus.errors import LossError, OptimizerError, PrecisionError
+from accumulus.errors import LossError, OptimizerError, PrecisionError, UnsupportedError
 from accumulus.memory.curve import MemoryCurve, MemoryEstimate, Method, positive
 from accumulus.memory.fake import FakeWindow, is_present
 from accumulus.memory.live import Timeline
@@ -46,7 +46,7 @@ def estimate(
     samples, and put back bit for bit; `method` and `note` say so.
 
     Args:
-        model: as for `TrainStep`.
+        model: as for `TrainStep`; or on the meta device, where it takes no memory, however large.
         optimizer: as for `TrainStep`; with its state, or before its first step.
         loss_fn: as for `TrainStep`. It is called with fake tensors: what it writes elsewhere, as to a list, stays.
         batch: an example, for types and shapes; of any number of samples.
@@ -156,7 +156,8 @@ class _Plan:
         self._trained = model, optimizer, loss_fn
         self._batch = batch
         self._collate = collate
-        self._device = device_of(model, device)
+        found = device_of(model, device)
+        self._device = torch.device("cpu") if found.type == "meta" else found
         self._precision = _parsed(precision, self._device)
         self._precision.check(model)
 
@@ -176,13 +177,16 @@ class _Plan:
             except Exception as error:  # whatever it is, it may be due to the tensors being fake: the real ones tell
                 reason = _reason(error)
             drop_gradients(self._trained[0])  # a loss function that uses the model itself may have left some
+            home = device_of(self._trained[0], None)
+            if home.type == "meta":
+                raise UnsupportedError(f"{reason}; and a model on the meta device has no data to measure it with")
             if max(sizes) > max(SMALL_SIZES):
                 sizes = list(SMALL_SIZES)
             measured = MeasuredWindow(
                 *self._trained,
                 batch=self._batch,
                 precision=self._precision,
-                device=device_of(self._trained[0], None),
+                device=home,
                 collate=self._collate,
             )
             note = f"measured on micro-batches of {' and '.join(map(str, sizes))} real samples, because {reason}"

@@ -89,7 +89,7 @@ class FakeWindow:
         _choose_foreach(optimizer, self._originals[1], self._real_device)
         live = FakeLiveBytes(self._device, block_bytes=512 if self._real_device.type == "cuda" else 1)
         with mode:
-            step = Rehearsal(model, optimizer, loss_fn, precision=self._precision, microbatch=size, device=self._device)
+            step = Rehearsal(model, optimizer, loss_fn, precision=self._precision, device=self._device)
             fixed = None if self._makes_batch else self._make(mode, size)
             make = (lambda: self._make(mode, size)) if fixed is None else lambda: fixed
             with live.watching(step):
@@ -178,7 +178,7 @@ def count_update(optimizer: Any, live: LiveBytes) -> tuple[Timeline, int]:
     whole = as_one(optimizer)
     device = parameters_of(whole)[0].device
     model = torch.nn.ParameterList(parameters_of(whole))
-    step = Rehearsal(model, optimizer, _no_loss, precision="fp32", microbatch=1, device=device)
+    step = Rehearsal(model, optimizer, _no_loss, precision="fp32", device=device)
     with live.watching(step):
         step.update(1.0, True)
     return live.timeline(), int(live.timeline().part_bytes[-1, PARTS.index("optimizer state")])

@@ -79,7 +79,6 @@ class MeasuredWindow:
                 stand_in,  # the hooks of a step's guard must not reach the user's optimizer
                 self._loss_fn,
                 precision=self._precision,
-                microbatch=size,
                 device=self._device,
             )
             held = parameters_of(whole)

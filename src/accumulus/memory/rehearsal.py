@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accumulus import pytree, rng
 from accumulus.microbatch import Split
+from accumulus.scaling import NoScale
 from accumulus.step import TrainStep
 
 __all__ = ["Pieces", "Rehearsal", "drop_gradients", "resized", "undisturbed"]
@@ -42,7 +43,22 @@ class Pieces:
 
 
 class Rehearsal(TrainStep):
-    """A step that takes `Pieces`, and after the update settles nothing: no loss scale, no scheduler, no counters."""
+    """A step that takes `Pieces`, and after the update settles nothing: no loss scale, no scheduler, no counters.
+
+    It takes no norm either, which makes only scalars and on a CPU goes through large gradients in many pieces.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, loss_fn: Any, *, precision: Any, device: torch.device) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            loss_fn,
+            precision=precision,
+            microbatch=1,
+            loss_scale=NoScale(),
+            skip_nonfinite=False,
+            device=device,
+        )
 
     def split(self, batch: Any, rule: Split | None = None) -> Any:
         """The pieces themselves.
@@ -113,6 +129,8 @@ def undisturbed(device: torch.device, model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the step itself will give them
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
