@@ -9,6 +9,7 @@ import copy
 import functools
 import random
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -72,7 +73,7 @@ class Sides:
                 result = steps[name](batch)
                 seconds[name].append(time.perf_counter() - started)
         choice = steps["auto"](self.batches[0]).choice
-        print(f"best of the sweep {best}, chosen {choice}; {result.num_microbatches} micro-batches")
+        print(f"best of the sweep {best}, chosen {choice}; {result.num_microbatches} micro-batches", file=sys.stderr)
         return seconds
 
 

@@ -47,7 +47,7 @@ def test_every_benchmark_runs(script, capsys):
     rows = script.measure(rounds=1)
     assert all(row["ratio"] > 0 for row in rows)
     timing.show(rows)
-    assert len(capsys.readouterr().out.splitlines()) >= len(rows)
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
 
 
 def test_both_sides_of_the_overhead_do_the_same():
