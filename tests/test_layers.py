@@ -37,6 +37,8 @@ LAYERS = {
     "step": 3,
     "stream": 3,
     "memory": 4,
+    "equivalence": 4,
+    "testing": 4,
     "run": 5,
     "cli": 6,
     "__main__": 7,
@@ -50,6 +52,8 @@ MAY_IMPORT_EACH_OTHER = {
     ("step", "collapse"),
     ("stream", "engine"),
     ("stream", "rng"),
+    ("equivalence", "memory"),  # a batch that does not fit is halved, and memory/failure.py tells what that looks like
+    ("testing", "equivalence"),
 }
 
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

@@ -24,7 +24,9 @@ from accumulus.errors import (
 )
 
 if TYPE_CHECKING:
-    from accumulus import memory
+    from accumulus import memory, testing
+    from accumulus.equivalence.proof import check
+    from accumulus.equivalence.report import EquivalenceReport
     from accumulus.grouping import by_tokens
     from accumulus.lookahead import windows
     from accumulus.memory.recover import recover_from_oom
@@ -44,6 +46,7 @@ _HOMES = {
     "Accumulator": "stream",
     "Choice": "types",
     "DynamicScale": "scaling",
+    "EquivalenceReport": "equivalence.report",
     "Loss": "types",
     "Metric": "types",
     "NoScale": "scaling",
@@ -54,10 +57,12 @@ _HOMES = {
     "TrainStep": "step",
     "by_count": "microbatch",
     "by_tokens": "grouping",
+    "check": "equivalence.proof",
     "memory": "memory",
     "random_state": "rng",
     "recover_from_oom": "memory.recover",
     "set_random_state": "rng",
+    "testing": "testing",
     "to_device": "microbatch",
     "windows": "lookahead",
 }
@@ -69,6 +74,7 @@ __all__ = [
     "Choice",
     "CorruptStepError",
     "DynamicScale",
+    "EquivalenceReport",
     "Loss",
     "LossError",
     "MemoryLimitError",
@@ -91,10 +97,12 @@ __all__ = [
     "WindowError",
     "by_count",
     "by_tokens",
+    "check",
     "memory",
     "random_state",
     "recover_from_oom",
     "set_random_state",
+    "testing",
     "to_device",
     "windows",
 ]
@@ -104,7 +112,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'accumulus' has no attribute {name!r}")
     home = import_module(f"accumulus.{_HOMES[name]}")
-    value = home if name == _HOMES[name] else getattr(home, name)  # `memory` is a module itself
+    value = home if name == _HOMES[name] else getattr(home, name)  # `memory` and `testing` are modules themselves
     globals()[name] = value
     return value
 
