@@ -17,7 +17,7 @@ from accumulus.equivalence.lab import Lab
 from accumulus.equivalence.loss import Meeting, find_meeting
 from accumulus.equivalence.mixing import Mixing, find_mixing, probe_rows
 from accumulus.equivalence.report import Cause, Kind
-from accumulus.equivalence.runs import Piece, pieces
+from accumulus.equivalence.runs import Piece, run_piece
 from accumulus.equivalence.suspects import changed_buffers, find_noise, find_padding, find_state, thirds
 from accumulus.equivalence.trace import no_trace
 from accumulus.equivalence.weights import Weighting, candidates, find_weighting
@@ -173,8 +173,8 @@ def _look_at_terms(inquiry: Inquiry) -> bool:
     lab = inquiry.lab
     groups = thirds(lab.num_samples)
     parts = [lab.part(rows) for rows in groups]
-    whole = pieces(lab, lab.part(), lab.num_samples)
-    pieces = [pieces(lab, part, len(rows)) for part, rows in zip(parts, groups, strict=True)]
+    whole = run_piece(lab, lab.part(), lab.num_samples)
+    pieces = [run_piece(lab, part, len(rows)) for part, rows in zip(parts, groups, strict=True)]
     is_explained = True
     for name, right in whole.items():
         own = [found[name] for found in pieces if name in found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -147,5 +147,5 @@ def _loss_error(found: Outcome, right: Outcome) -> float:
     return difference / size if size else math.inf if difference else 0.0
 
 
-def _norm(gradients: Sequence[Tensor] | object) -> float:
-    return math.sqrt(sum(float(gradient.double().norm()) ** 2 for gradient in gradients))  # type: ignore[attr-defined]
+def _norm(gradients: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.double().norm()) ** 2 for gradient in gradients))

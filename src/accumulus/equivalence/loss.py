@@ -250,7 +250,7 @@ def _unlike(base: list[Tensor], pulls: list[Tensor], row: int, exact: float, *, 
         size = float(before[others].square().sum())
         factor = float((before[others] * after[others]).sum()) / size if size else 1.0
     bound = exact * max(float(before.norm()), float(after.norm()), 1e-300)
-    unlike = (after - factor * before).norm(dim=1) > bound
+    unlike: Tensor = (after - factor * before).norm(dim=1) > bound
     return unlike & others
 
 

@@ -1,4 +1,4 @@
-"""How far gradients in a lower precision lie from float64's, whole and accumulated: what the split adds, if anything."""
+"""How far gradients in a lower precision lie from float64's, whole and in pieces: what the split adds, if anything."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-class Draws(TorchDispatchMode):
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, random draws do not depend on how many samples go through together.
 
     Args:
@@ -48,7 +48,7 @@ class Draws(TorchDispatchMode):
     """
 
     def __init__(self, *, by_mean: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._by_mean = by_mean
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -57,7 +57,7 @@ def check(
             `collate`, a list of samples. One that does not fit in memory is halved until it does.
         optimizer: says which parameters are trained; by default all of the model's that require a gradient.
         precision: also tells how far gradients in this precision lie from float64's, whole and split; not for "fp32".
-        splits: some of "by_count", "uneven", "singles", "reordered", "by_tokens", sizes, or rules such as `by_count(4)`.
+        splits: some of "by_count", "uneven", "singles", "reordered", "by_tokens", sizes, rules as `by_count(4)`.
         collate: makes a micro-batch of a list of samples.
 
     Returns:

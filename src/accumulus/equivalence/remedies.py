@@ -10,24 +10,24 @@ from torch import nn
 __all__ = ["is_routing"]
 
 MIXING = (
-    "Use GroupNorm or LayerNorm in its place, freeze its statistics with .eval() before making the step, or accept that "
-    "it normalises each micro-batch by itself, as it does on every device of a distributed run without SyncBatchNorm."
+    "Use GroupNorm or LayerNorm in its place, freeze its statistics with .eval() before making the step, or accept "
+    "that it normalises each micro-batch by itself, as it does on every device of a distributed run without SyncBatchNorm."
 )
 MIXING_ALWAYS = (
     "Look at which dimension it works along: samples are the first one; a module that expects another order "
     "(batch_first=False) mixes them by mistake."
 )
 RANDOM = (
-    "Nothing to do: micro-batches draw other numbers than one batch would, of the same distribution; with draws that do "
-    "not depend on the split, the results agree."
+    "Nothing to do: micro-batches draw other numbers than one batch would, of the same distribution; with draws that "
+    "do not depend on the split, the results agree."
 )
 COMPARISON = (
     "It cannot be accumulated exactly as it is: gather the representations of the whole batch first, take the loss and "
     "its gradient by them once, and run each micro-batch backward from its share (gradient caching)."
 )
 STATISTIC = (
-    "Compute the statistic over the whole batch beforehand and give it to every micro-batch as a field of the batch, or "
-    "define the loss by sample; then return acc.Loss with its count."
+    "Compute the statistic over the whole batch beforehand and give it to every micro-batch as a field of the batch, "
+    "or define the loss by sample; then return acc.Loss with its count."
 )
 BALANCE = (
     "Use a balance loss by sample or by sequence, keep the running load outside of the loss (loss-free balancing), or "

@@ -100,8 +100,8 @@ def replicate(replica: Replica) -> Replica:
             f"{error}); give it a __deepcopy__, or keep what cannot be copied outside"
         ) from error
     for module in model.modules():
-        for hooks in (getattr(module, name, None) for name in HOOKS):
-            for key, hook in list((hooks or {}).items()):
+        for hooks in (getattr(module, name, None) or {} for name in HOOKS):
+            for key, hook in list(hooks.items()):
                 hooks[key] = _copied(hook, memo)
     for parameter in (*model.parameters(), *extras):
         parameter.grad = None

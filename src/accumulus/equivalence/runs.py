@@ -19,7 +19,7 @@ from accumulus.step import TrainStep
 from accumulus.terms import as_terms
 from accumulus.types import Loss, at_least_float32
 
-__all__ = ["Outcome", "Piece", "accumulated", "pieces", "whole"]
+__all__ = ["Outcome", "Piece", "accumulated", "run_piece", "whole"]
 
 SCALES = (16, 12, 8, 4, 0)
 """Exponents of the loss scales that are tried in fp16, until the gradient is finite."""
@@ -56,7 +56,7 @@ class _Capture(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.0})
         self.found: list[Tensor] | None = None
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Keeps them."""
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         self.found = [_gradient_of(parameter) for parameter in held]
@@ -66,6 +66,7 @@ def whole(lab: Lab, rows: Sequence[int] | None = None) -> Outcome:
     """The batch in one plain forward and backward pass: the reference.
 
     Args:
+        lab: under whose conditions.
         rows: the samples, in their order; None for all.
     """
     copied = lab.fresh()
@@ -81,14 +82,18 @@ def whole(lab: Lab, rows: Sequence[int] | None = None) -> Outcome:
     return _outcome(copied, float(loss.detach()), {name: float(term.weight) for name, term in terms})
 
 
-def accumulated(self, rule: Split, *, weights: Mapping[str, float] | None = None, precision: str = "fp32") -> Outcome:
+def accumulated(
+    lab: Lab, rule: Split, *, weights: Mapping[str, float] | None = None, precision: str = "fp32"
+) -> Outcome:
     """The batch cut and run by `TrainStep`, as in training, up to what the optimizer would have got.
 
     Args:
+        lab: under whose conditions.
         rule: how to cut it.
         weights: of the whole batch by loss term, where there are several.
         precision: to run in.
     """
+    collate = lab.collate
     exponents = SCALES if precision == "fp16" else (0,)
     for exponent in exponents:
         copied = lab.fresh()
@@ -102,7 +107,7 @@ def accumulated(self, rule: Split, *, weights: Mapping[str, float] | None = None
             microbatch=rule,
             loss_scale=StaticScale(2.0**exponent) if exponent else NoScale(),
             skip_nonfinite=exponent != 0,
-            collate=None if lab.collate is None else lambda samples: lab.cast(lab.collate(samples)),  # type: ignore[misc]
+            collate=None if collate is None else lambda samples: lab.cast(collate(samples)),
             weigh=None if weights is None or len(weights) < 2 else lambda _: dict(weights),
             device=lab.device,
         )
@@ -113,14 +118,15 @@ def accumulated(self, rule: Split, *, weights: Mapping[str, float] | None = None
         if capture.found is not None:
             break
     found = capture.found or [torch.full_like(p, torch.nan) for p in parameters.values()]
-    gradients = {name: gradient for name, gradient in zip(parameters, found, strict=True)}
+    gradients = dict(zip(parameters, found, strict=True))
     return Outcome(float(result.loss), gradients, _buffers_of(copied), sizes)
 
 
-def pieces(lab: Lab, part: Any, num_samples: int) -> dict[str, Piece]:
+def run_piece(lab: Lab, part: Any, num_samples: int) -> dict[str, Piece]:
     """One micro-batch by itself, each loss term with its own gradient.
 
     Args:
+        lab: under whose conditions.
         part: the micro-batch, from `part`.
         num_samples: samples in it.
     """
@@ -131,7 +137,7 @@ def pieces(lab: Lab, part: Any, num_samples: int) -> dict[str, Piece]:
         return {name: _piece(loss, parameters) for name, loss in terms}
 
 
-def _outcome(lab: Lab, copied: Replica, loss: float, weights: Mapping[str, float]) -> Outcome:
+def _outcome(copied: Replica, loss: float, weights: Mapping[str, float]) -> Outcome:
     gradients = {name: _gradient_of(parameter) for name, parameter in copied.parameters().items()}
     return Outcome(loss, gradients, _buffers_of(copied), (), weights)
 

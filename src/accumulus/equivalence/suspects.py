@@ -13,7 +13,7 @@ from torch import Tensor
 from accumulus import pytree
 from accumulus.equivalence.compare import relative
 from accumulus.equivalence.lab import Lab
-from accumulus.equivalence.runs import Piece, pieces
+from accumulus.equivalence.runs import Piece, run_piece
 from accumulus.equivalence.trace import LOSS_FUNCTION, Call, Trace, changed, first_differences, fits, run_traced
 from accumulus.errors import BatchError, SplitError
 from accumulus.grouping import ByTokens
@@ -120,7 +120,7 @@ def find_padding(lab: Lab, rules: Sequence[Split], tolerance: float) -> Found | 
         return None
     short, padded = pair
     error = max(
-        _piece_error(one, two) for one, two in zip(*(pieces(lab, part, 1).values() for part in pair), strict=True)
+        _piece_error(one, two) for one, two in zip(*(run_piece(lab, part, 1).values() for part in pair), strict=True)
     )
     if error <= tolerance:
         return None

@@ -156,11 +156,11 @@ class _Recorder:
                 self.blame()
 
 
-class _DrawWatch(TorchDispatchMode):
+class _DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls back when an operator has drawn; those that only may draw, as attention without dropout, do not count."""
 
     def __init__(self, blame: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._blame = blame
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -177,7 +177,7 @@ class _DrawWatch(TorchDispatchMode):
 
 def _torch_random() -> tuple[bytes, ...]:
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
     return tuple(state.numpy().tobytes() for state in states)
 
