@@ -27,6 +27,7 @@ from accumulus.microbatch import Split
 __all__ = ["Inquiry", "find_causes"]
 
 MAX_PROBES = 12
+MAX_ROUNDS = 8
 
 
 @dataclass
@@ -93,36 +94,35 @@ def _look_for_noise(inquiry: Inquiry) -> bool:
 
 
 def _look_for_mixing(inquiry: Inquiry) -> None:
-    lab = inquiry.lab
-    rows = probe_rows(lab)
-    found: Mixing | None = no_trace(lambda: find_mixing(lab, rows))
-    if found is None:
-        inquiry.notes.append(
-            "Whether modules mix samples was not looked at: the micro-batch has no rows that can be exchanged."
-        )
-        return
-    if found.comparing:
-        inquiry.add(
-            Kind.COMPARISON,
-            found.comparing,
-            "It returns a table of samples against samples, whose size is the micro-batch's squared.",
-            remedies.COMPARISON,
-        )
-    if not found:
-        return
-    inquiry.lab = lab.but(frozen=lab.frozen | set(found.modules))
-    still: Mixing | None = no_trace(lambda: find_mixing(inquiry.lab, rows))
-    kept = set(still.shown) if still else set()
-    shares = dict(zip(found.shown, found.shares, strict=True))
-    training, always = [n for n in found.shown if n not in kept], [n for n in found.shown if n in kept]
-    for names, remedy, says in (
-        (training, remedies.MIXING, "; in evaluation mode of these modules nothing does"),
-        (always, remedies.MIXING_ALWAYS, ", in evaluation mode too"),
-    ):
-        if names:
-            share = max(shares[name] for name in names)
-            evidence = f"With one sample changed, {share:.0%} of what it returns for the others changes{says}."
-            inquiry.add(Kind.MIXING, names, evidence, remedy)
+    """Names the modules that mix, freezes them, and looks again: what came before may have hidden others."""
+    rows = probe_rows(inquiry.lab)
+    shares: dict[str, float] = {}
+    for _ in range(MAX_ROUNDS):
+        lab = inquiry.lab
+        found: Mixing | None = no_trace(lambda lab=lab: find_mixing(lab, rows))
+        if found is None:
+            inquiry.notes.append("Whether modules mix samples could not be looked at: samples could not be exchanged.")
+            break
+        if found.comparing and not any(cause.kind is Kind.COMPARISON for cause in inquiry.causes):
+            evidence = "It returns a table of samples against samples, whose size is the micro-batch's squared."
+            inquiry.add(Kind.COMPARISON, found.comparing, evidence, remedies.COMPARISON)
+        still = [name for name in found.shown if name in shares]
+        if still or not found:
+            _add_mixing(
+                inquiry, {name: shares[name] for name in still}, remedies.MIXING_ALWAYS, "in evaluation mode too"
+            )
+            shares = {name: share for name, share in shares.items() if name not in still}
+            break
+        shares |= dict(zip(found.shown, found.shares, strict=True))
+        inquiry.lab = lab.but(frozen=lab.frozen | set(found.modules))
+    _add_mixing(inquiry, shares, remedies.MIXING, "and nothing does when it runs in evaluation mode")
+
+
+def _add_mixing(inquiry: Inquiry, shares: Mapping[str, float], remedy: str, says: str) -> None:
+    if shares:
+        share = max(shares.values())
+        evidence = f"With one sample changed, {share:.0%} of what it returns depends on that one and on others, {says}."
+        inquiry.add(Kind.MIXING, tuple(shares), evidence, remedy)
 
 
 def _look_for_state(inquiry: Inquiry) -> None:

@@ -43,11 +43,11 @@ class Slot:
         moved = tensor.movedim(self.dimension, 0)
         return moved.reshape(self.num_samples, -1, *moved.shape[1:])
 
-    def moved(self, row: int) -> Tensor:
-        """The value with one sample changed."""
-        rows = self.by_sample(self.value).clone()
+    def moved(self, value: Tensor, row: int) -> Tensor:
+        """A value with one sample changed."""
+        rows = self.by_sample(value).clone()
         rows[row] = moved_row(rows, row, (row + 1) % self.num_samples)
-        shape = self.value.movedim(self.dimension, 0).shape
+        shape = value.movedim(self.dimension, 0).shape
         return rows.reshape(shape).movedim(0, self.dimension)
 
     def spread(self, generator: torch.Generator) -> Tensor:
@@ -55,6 +55,11 @@ class Slot:
         size = self.value.std() if self.value.numel() > 1 else self.value.abs().mean()
         noise = torch.randn(self.value.shape, generator=generator, dtype=torch.float64).to(self.value)
         return self.value + torch.where(size > 0, size, self.value.abs().mean() + 1e-2) * noise
+
+    def wide(self, generator: torch.Generator) -> Tensor:
+        """Values so far apart that margins are crossed."""
+        noise = torch.randn(self.value.shape, generator=generator, dtype=torch.float64).to(self.value)
+        return self.value + 2.0 * noise
 
 
 @dataclass(frozen=True)
@@ -192,24 +197,48 @@ def find_meeting(lab: Lab, rows: Sequence[int], term: str) -> Meeting | None:
         base = view.pulls(term)
         if base is None:
             continue
-        felt = _felt_through_outputs(view, term, base, exact)
-        if felt.any():
-            return _through_outputs(lab, view, term, base, felt=felt, exact=exact)
-        felt = _felt_through_data(view, term, base, exact)
-        if felt.any():
-            return Meeting("data", False, (), _share_of(felt))
+        met = _through_outputs(view, term, base, exact) or _through_data(view, term, base, exact)
+        if met is not None:
+            return met
     return None
 
 
-def _through_outputs(lab: Lab, view: LossView, term: str, base: list[Tensor], *, felt: Tensor, exact: float) -> Meeting:
+def _through_outputs(view: LossView, term: str, base: list[Tensor], exact: float) -> Meeting | None:
+    """At what the model returned; and far apart, where margins are crossed."""
+    generator = torch.Generator().manual_seed(1)
+    start = [slot.value for slot in view.slots]
+    felt = _felt_through_outputs(view, term, base, start, exact=exact)
+    if not felt.any():
+        start = [slot.wide(generator) for slot in view.slots]
+        far = view.pulls(term, start)
+        if far is None:
+            return None
+        base, felt = far, _felt_through_outputs(view, term, far, start, exact=exact)
+        if not felt.any():
+            return None
     where = [
         slot.shown
         for place, slot in enumerate(view.slots)
-        if _felt_through_outputs(view, term, base, exact, only=place).any()
+        if _felt_through_outputs(view, term, base, start, exact=exact, only=place).any()
     ]
-    share = _share_of(felt)
-    is_comparison = share < 1 or not _has_few_statistics(view, term)
-    return Meeting("outputs", is_comparison, tuple(dict.fromkeys(where)), share)
+    is_comparison = _is_partial(felt, base) or not _has_few_statistics(view, term)
+    return Meeting("outputs", is_comparison, tuple(dict.fromkeys(where)), _share_of(felt))
+
+
+def _through_data(view: LossView, term: str, base: list[Tensor], exact: float) -> Meeting | None:
+    felt = _felt_through_data(view, term, base, exact)
+    return Meeting("data", False, (), _share_of(felt)) if felt.any() else None
+
+
+def _is_partial(felt: Tensor, base: list[Tensor]) -> bool:
+    """Whether a sample acts on some others and not on all: it is compared with them. One that has no pull is no other."""
+    pulled = _flat(base).norm(dim=1) > 0
+    for column in range(len(felt)):
+        others = pulled.clone()
+        others[column] = False
+        if 0 < int(felt[others, column].sum()) < int(others.sum()):
+            return True
+    return False
 
 
 def _share_of(felt: Tensor) -> float:
@@ -218,13 +247,14 @@ def _share_of(felt: Tensor) -> float:
 
 
 def _felt_through_outputs(
-    view: LossView, term: str, base: list[Tensor], exact: float, only: int | None = None
+    view: LossView, term: str, base: list[Tensor], start: Sequence[Tensor], *, exact: float, only: int | None = None
 ) -> Tensor:
     """Which sample's pull (row) changes when another's output (column) does."""
     felt = torch.zeros(view.num_samples, view.num_samples, dtype=torch.bool)
     for row in range(view.num_samples):
         values = [
-            slot.moved(row) if only is None or only == place else slot.value for place, slot in enumerate(view.slots)
+            slot.moved(value, row) if only is None or only == place else value
+            for place, (slot, value) in enumerate(zip(view.slots, start, strict=True))
         ]
         pulls = view.pulls(term, values)
         if pulls is not None:
@@ -275,7 +305,7 @@ def _has_few_statistics(view: LossView, term: str) -> bool:
         if gradient is not None and gradient.requires_grad
     ]
     if not kept:
-        return False  # nothing bends: a ranking with a margin, say
+        return True  # nothing bends: samples meet in counts
     size = sum(pull.numel() for pull, _, _ in kept)
     rows = []
     for _ in range(min(NUM_DIRECTIONS, size)):
@@ -287,14 +317,16 @@ def _has_few_statistics(view: LossView, term: str) -> bool:
         ]
         if acted:
             rows.append(torch.cat(acted).double().cpu())
-    return _is_low_rank(rows)
+    return _is_low_rank(rows, sum(int((pull != 0).sum()) for pull, _, _ in kept))
 
 
-def _is_low_rank(rows: list[Tensor]) -> bool:
+def _is_low_rank(rows: list[Tensor], size: int) -> bool:
     if not rows:
-        return False
-    sizes = torch.linalg.svdvals(torch.stack(rows))
+        return True
+    table = torch.stack(rows)
+    sizes = torch.linalg.svdvals(table)
     if not bool(sizes[0] > 0):
-        return False
+        return True
     rank = int((sizes > 1e-9 * sizes[0]).sum())
-    return rank <= max(1, min(len(sizes), len(rows)) // 2)
+    largest = min(len(rows), size, int((table.abs().amax(0) > 0).sum()))
+    return rank <= max(1, largest // 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from accumulus import pytree
 from accumulus.equivalence.lab import Lab
-from accumulus.equivalence.trace import LOSS_FUNCTION, Call, Trace, changed, fits, run_traced
+from accumulus.equivalence.trace import LOSS_FUNCTION, Call, Trace, changed, fits, labelled, run_traced
 from accumulus.errors import BatchError
 
 __all__ = ["Mixing", "find_mixing", "perturbed", "probe_rows", "varying"]
@@ -48,7 +50,7 @@ def probe_rows(lab: Lab) -> list[int]:
 
 
 def perturbed(part: Any, row: int) -> Any:
-    """A micro-batch in which one sample is another: between itself and the next, or the next where it holds integers.
+    """A micro-batch in which one sample is another: the next one, and a little noise where it holds real numbers.
 
     Args:
         part: a micro-batch of several samples.
@@ -85,7 +87,7 @@ def moved_row(value: Tensor, row: int, other: int) -> Tensor:
     generator = torch.Generator().manual_seed(row)
     noise = torch.rand(value[row].shape, generator=generator, dtype=torch.float64) - 0.5
     size = value.std() if value.numel() > 1 and bool(value.std() > 0) else value.abs().mean() + 1e-3
-    return torch.lerp(value[row], value[other], 0.5) + 0.2 * size * noise.to(value)
+    return value[other] + 0.2 * size * noise.to(value)
 
 
 def find_mixing(lab: Lab, rows: Sequence[int]) -> Mixing | None:
@@ -109,12 +111,12 @@ def find_mixing(lab: Lab, rows: Sequence[int]) -> Mixing | None:
         return None
     run = functools.partial(_forward, lab)
     base = run(part)
-    per_sample = varying(base, run(lab.part([*rows, rows[0]])))
+    larger = run(lab.part([*rows, rows[0]]))
     counts = _Counts(base)
     for variant in variants:
         if not counts.add(run(variant)):
             return None
-    return _judge(base, counts, per_sample)
+    return _judge(base, counts, varying(base, larger), _alone(lab, base, larger, counts))
 
 
 def _forward(lab: Lab, part: Any) -> Trace:
@@ -137,6 +139,62 @@ def varying(base: Trace, larger: Trace) -> dict[tuple[int, int], tuple[int, ...]
                 grown = [d for d in range(one.ndim) if two.shape[d] != one.shape[d]]
                 found[call.index, place] = tuple(grown)
     return found
+
+
+def _alone(lab: Lab, base: Trace, larger: Trace, counts: _Counts) -> dict[int, float]:
+    """Mixing of single layers that got mixed samples already: each runs by itself on what it got.
+
+    Returns:
+        The share of its output that depends on more than one row of its input, by call.
+    """
+    if not fits(base, larger):
+        return {}
+    shares: dict[int, float] = {}
+    parents = {call.parent for call in base.calls}
+    modules = dict(lab.fresh().model.named_modules())
+    for call, other in zip(base.calls, larger.calls, strict=True):
+        if call.index in parents or not any(_shared(count) > 0 for count in counts.inputs[call.index]):
+            continue
+        rows = [_grown(one, two) for one, two in zip(call.inputs, other.inputs, strict=False)]
+        with lab.conditions(), torch.no_grad():
+            share = _share_alone(modules[call.name], call, rows)
+        if share > 0:
+            shares[call.index] = share
+    return shares
+
+
+def _grown(one: Tensor, two: Tensor) -> tuple[int, int] | None:
+    """The first dimension that grew with one sample more, and how many entries a sample has there."""
+    if one.ndim != two.ndim:
+        return None
+    pairs = enumerate(zip(one.shape, two.shape, strict=True))
+    return next(((d, large - small) for d, (small, large) in pairs if large > small), None)
+
+
+def _share_alone(module: Any, call: Call, rows: Sequence[tuple[int, int] | None]) -> float:
+    def run(row: int | None) -> list[Tensor]:
+        places = itertools.count()
+
+        def moved(tensor: Tensor) -> Tensor:
+            where = rows[place] if (place := next(places)) < len(rows) else None
+            if row is None or where is None or not tensor.is_floating_point():
+                return tensor.clone()
+            dimension, size = where
+            made = tensor.clone()
+            piece = made.narrow(dimension, row * size, size)
+            piece.copy_(made.narrow(dimension, (row + 1) * size, size) + 0.1)
+            return made
+
+        args, words = pytree.map_tensors(moved, call.arguments)
+        return [tensor for _, tensor in labelled(copy.deepcopy(module)(*args, **words))]
+
+    before, first, second = run(None), run(0), run(1)
+    shared = 0.0
+    for one, two, three in zip(before, first, second, strict=True):
+        masks = changed(one, two), changed(one, three)
+        if one.ndim and masks[0] is not None and masks[1] is not None and one.numel():
+            shared = max(shared, float((masks[0] & masks[1]).double().mean()))
+    return shared
 
 
 class _Counts:
@@ -170,7 +228,9 @@ def _shared(count: Tensor | None) -> float:
     return 0.0 if count is None or not count.numel() else float((count > 1).double().mean())
 
 
-def _judge(base: Trace, counts: _Counts, per_sample: dict[tuple[int, int], tuple[int, ...]]) -> Mixing:
+def _judge(
+    base: Trace, counts: _Counts, per_sample: dict[tuple[int, int], tuple[int, ...]], alone: dict[int, float]
+) -> Mixing:
     shares: dict[int, float] = {}  # of the calls that return mixed samples and got unmixed ones
     tables: dict[int, float] = {}  # of those that return samples against samples
     taken = [any(_shared(count) > 0 for count in found) for found in counts.inputs]
@@ -180,9 +240,12 @@ def _judge(base: Trace, counts: _Counts, per_sample: dict[tuple[int, int], tuple
             if share > 0 and grown and not taken[call.index]:
                 found = tables if len(grown) > 1 else shares
                 found[call.index] = max(share, found.get(call.index, 0.0))
-    blamed = _innermost(base, shares, taken)
-    names = dict.fromkeys((call.name, call.shown) for call in blamed)
+    first_to_mix = _innermost(base, shares, taken)
     before = _mixed_before(base, shares | tables, taken)
+    later = {index: share for index, share in alone.items() if per_sample.get((index, 0))}
+    shares |= later
+    blamed = [call for call in base.calls if call in first_to_mix or call.index in later]
+    names = dict.fromkeys((call.name, call.shown) for call in blamed)
     strength = [max(shares[call.index] for call in blamed if call.name == name) for name, _ in names]
     return Mixing(
         tuple(name for name, _ in names),

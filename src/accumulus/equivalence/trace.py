@@ -35,6 +35,7 @@ class Call:
         parent: index of the call around it; -1 where the loss function called it.
         inputs: tensors that it got.
         outputs: tensors that it returned, with their place in what it returned.
+        arguments: what it got, whole: positional and by name.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Call:
     parent: int
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    arguments: tuple[Any, Any] = ((), {})
 
     @property
     def shown(self) -> str:
@@ -134,6 +136,7 @@ class _Recorder:
             parent = self._open[-1].index if self._open else -1
             call = Call(name, type(module).__name__, len(self.trace.calls), parent)
             call.inputs = [tensor.detach() for _, tensor in labelled((args, words))]
+            call.arguments = (args, words)
             self.trace.calls.append(call)
             self._open.append(call)
 

@@ -18,6 +18,7 @@ from accumulus.equivalence.runs import Piece
 __all__ = ["Weighting", "candidates", "find_weighting"]
 
 IGNORED = -100
+TELLING = ("label", "target", "mask", "samples", "weight")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def find_weighting(
     Returns:
         None where there are no such weights: it is not a weighted mean of the pieces.
     """
-    names = [name for name in counted[0] if all(name in found for found in counted)]
+    names = sorted((name for name in counted[0] if all(name in found for found in counted)), key=_rank)
     for form, value_of in FORMS.items():
         right, parts = value_of(whole), [value_of(piece) for piece in pieces]
         if form == "sum":
@@ -116,6 +117,11 @@ FORMS: dict[str, Callable[[Piece], Tensor]] = {
     "sum": lambda piece: piece.vector(1 / piece.weight if piece.weight else 0.0),
 }
 """What to make of a returned sum and weight: a mean; a sum that is itself a mean; a mean that is itself a sum."""
+
+
+def _rank(name: str) -> int:
+    """Where several counts agree, labels say it best, then masks."""
+    return next((rank for rank, word in enumerate(TELLING) if word in name.lower()), len(TELLING))
 
 
 def _shares(counts: Sequence[float]) -> list[float]:
