@@ -291,7 +291,7 @@ def mean_as_sum(model, batch):
     return acc.Loss(F.cross_entropy(model(batch["x"]), batch["y"]), len(batch["y"]))
 
 
-def padded_positions_counted(model, batch):
+def padded_mean(model, batch):
     each = F.cross_entropy(model(batch).transpose(1, 2), batch["labels"], ignore_index=-100, reduction="none")
     return each.mean()  # over padding too, and padding differs
 
@@ -325,7 +325,8 @@ def uneven_labels():
 
 def planted() -> list[Planted]:
     x, text = L.vectors(12), L.tokens((2, 7, 3, 5, 4, 6, 3))
-    mixing, weight = Kind.MIXING, Kind.WEIGHT
+    mixing, weight, padding = Kind.MIXING, Kind.WEIGHT, Kind.PADDING
+    lists = L.sentences()
     collate = {"collate": L.pad}
     return [
         Planted("batchnorm", mixing, "1 (BatchNorm1d)", L.mlp(nn.BatchNorm1d(8)), L.classify, x, says="GroupNorm"),
@@ -354,7 +355,7 @@ def planted() -> list[Planted]:
         Planted("sample weights", weight, "the loss", L.mlp(), weighted_mean, x, says='["r"].sum()'),
         Planted("sum as scalar", weight, "the loss", L.mlp(), sum_as_scalar, x, says="acc.Loss(loss, weight)"),
         Planted("mean as sum", weight, "the loss", L.mlp(), mean_as_sum, x, says="Loss.mean(loss, "),
-        Planted("collated mean", weight, "the loss", L.Transformer(), L.token_mean, L.sentences(), collate),
+        Planted("collated mean", weight, "the loss", L.Transformer(), L.token_mean, lists, collate),
         Planted("in-batch negatives", Kind.COMPARISON, "the loss", L.mlp(), two_towers, x, says="gradient caching"),
         Planted("symmetric pairs", Kind.COMPARISON, "the loss", L.mlp(), symmetric_pairs, x),
         Planted("ranking", Kind.COMPARISON, "the loss", L.mlp(), ranking, x),
@@ -375,17 +376,15 @@ def planted() -> list[Planted]:
         Planted("moving baseline", Kind.STATE, "the loss function", L.mlp(), moving_baseline(), x),
         Planted("clock", Kind.NONDETERMINISTIC, "1 (Clock)", L.mlp(Clock()), L.classify, x),
         Planted("unseeded", Kind.NONDETERMINISTIC, "1 (Unseeded)", L.mlp(Unseeded()), L.classify, x),
+        Planted("padded mean pooling", padding, "the model (Pooled)", Pooled(), pooled_loss, L.sentences(), collate),
+        Planted("trimmed pooling", padding, "the model (Pooled)", Pooled(), pooled_loss, text),
+        Planted("positions", padding, "position (Positions)", FromTheEnd(), counted_loss, lists, collate),
         Planted(
-            "padded mean pooling", Kind.PADDING, "the model (Pooled)", Pooled(), pooled_loss, L.sentences(), collate
-        ),
-        Planted("trimmed pooling", Kind.PADDING, "the model (Pooled)", Pooled(), pooled_loss, text),
-        Planted("positions", Kind.PADDING, "position (Positions)", FromTheEnd(), counted_loss, L.sentences(), collate),
-        Planted(
-            "sequence norm", Kind.PADDING, "norm (InstanceNorm1d)", SequenceNorm(), counted_loss, L.sentences(), collate
+            "sequence norm", padding, "norm (InstanceNorm1d)", SequenceNorm(), counted_loss, L.sentences(), collate
         ),
         Planted(
             "unmasked attention",
-            Kind.PADDING,
+            padding,
             "blocks.0.attention (MultiheadAttention)",
             L.Transformer(masks=False, num_blocks=1),
             counted_loss,
@@ -394,10 +393,10 @@ def planted() -> list[Planted]:
         ),
         Planted(
             "padding in the mean",
-            Kind.PADDING,
+            padding,
             "the loss function",
             L.Transformer(),
-            padded_positions_counted,
+            padded_mean,
             L.sentences(),
             collate,
         ),

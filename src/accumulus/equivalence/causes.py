@@ -6,7 +6,8 @@ then lies in the loss, term by term.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,7 +100,7 @@ def _look_for_mixing(inquiry: Inquiry) -> None:
     shares: dict[str, float] = {}
     for _ in range(MAX_ROUNDS):
         lab = inquiry.lab
-        found: Mixing | None = no_trace(lambda lab=lab: find_mixing(lab, rows))
+        found: Mixing | None = no_trace(functools.partial(find_mixing, lab, rows))
         if found is None:
             inquiry.notes.append("Whether modules mix samples could not be looked at: samples could not be exchanged.")
             break
@@ -108,9 +109,8 @@ def _look_for_mixing(inquiry: Inquiry) -> None:
             inquiry.add(Kind.COMPARISON, found.comparing, evidence, remedies.COMPARISON)
         still = [name for name in found.shown if name in shares]
         if still or not found:
-            _add_mixing(
-                inquiry, {name: shares[name] for name in still}, remedies.MIXING_ALWAYS, "in evaluation mode too"
-            )
+            always = {name: shares[name] for name in still}
+            _add_mixing(inquiry, always, remedies.MIXING_ALWAYS, "in evaluation mode too")
             shares = {name: share for name, share in shares.items() if name not in still}
             break
         shares |= dict(zip(found.shown, found.shares, strict=True))

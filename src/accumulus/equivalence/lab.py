@@ -139,6 +139,13 @@ class Lab:
 
         return seeded
 
+    def collated(self, samples: list[Any]) -> Any:
+        """A list of samples as a micro-batch; where draws are to be comparable, those of the collation are, too."""
+        assert self.collate is not None
+        if self.draws != "own":
+            self.states.restore()
+        return self.cast(self.collate(samples))
+
     def part(self, rows: Sequence[int] | None = None) -> Any:
         """A micro-batch of some samples on the device, whose tensors are nobody else's.
 
@@ -146,8 +153,8 @@ class Lab:
             rows: places in the batch; None for all.
         """
         if self.collate is not None:
-            chosen = list(self.batch) if rows is None else [self.batch[row] for row in rows]
-            return self.cast(self.collate(chosen))
+            with self.conditions():
+                return self.collated(list(self.batch) if rows is None else [self.batch[row] for row in rows])
         if rows is None:
             return self.cast(self.batch)
         return self.cast(next(pytree.sliceable(self.batch).pick(list(rows), [len(rows)])))

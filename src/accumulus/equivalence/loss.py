@@ -231,7 +231,7 @@ def _through_data(view: LossView, term: str, base: list[Tensor], exact: float) -
 
 
 def _is_partial(felt: Tensor, base: list[Tensor]) -> bool:
-    """Whether a sample acts on some others and not on all: it is compared with them. One that has no pull is no other."""
+    """Whether a sample acts on some others and not on all: they are compared. What has no pull does not count."""
     pulled = _flat(base).norm(dim=1) > 0
     for column in range(len(felt)):
         others = pulled.clone()

@@ -15,8 +15,6 @@ __all__ = ["Draws", "Widened", "is_random"]
 NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 NARROWING = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16})
 
-MEANS = {"bernoulli_": 0.5, "uniform_": 0.5, "normal_": 0.0, "exponential_": 1.0, "rand": 0.5, "randn": 0.0}
-
 
 class Widened(TorchFunctionMode):
     """Inside, a cast to a narrower floating dtype gives float64: so `logits.float()` rounds nothing."""
@@ -40,11 +38,11 @@ def is_random(func: Any) -> bool:
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, random draws do not depend on how many samples go through together.
+    """Inside, random draws do not depend on how many samples go through together, nor on how far they are padded.
 
     Args:
-        by_mean: every draw is the mean of its distribution, so that dropout passes all on; else the first row of each
-            draw serves for all rows, which keeps it a draw.
+        by_mean: every draw is the mean of its distribution, so that dropout passes all on; else an element's draw goes
+            by its place in all dimensions but the first, and by a number drawn once, which keeps it a draw.
     """
 
     def __init__(self, *, by_mean: bool) -> None:
@@ -55,93 +53,118 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         words = dict(kwargs or {})
         if not is_random(func):
             return func(*args, **words)
-        words.pop("generator", None)  # a private one goes on from draw to draw
-        args = tuple(None if isinstance(value, torch.Generator) else value for value in args)
-        name = func.overloadpacket.__name__
-        handler = HANDLERS.get(name)
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | words
+        handler = HANDLERS.get(func.overloadpacket.__name__)
         if handler is not None:
-            return handler(self, func, args, words)
-        if "dropout_p" in {argument.name for argument in func._schema.arguments}:
-            return func(*_without_dropout(func, args), **{k: v for k, v in words.items() if k != "dropout_p"})
-        made = func(*args, **words)
-        return self._share(made) if isinstance(made, Tensor) and made.ndim and made.is_floating_point() else made
+            return handler(self, func, args, words, given)
+        if "dropout_p" in names:  # attention's own kernels
+            words = {name: 0.0 if name == "dropout_p" else value for name, value in words.items()}
+            args = tuple(0.0 if name == "dropout_p" else value for name, value in zip(names, args, strict=False))
+        return func(*args, **words)
 
-    def _share(self, made: Tensor) -> Tensor:
-        return made.copy_(made[:1].expand_as(made)) if made.numel() else made
-
-    def fill_(self, func: Any, args: Any, words: Any) -> Tensor:
-        """`uniform_`, `normal_`, `exponential_` and the like."""
-        target = args[0]
-        if not target.ndim or not target.numel():
-            return func(*args, **words)  # type: ignore[no-any-return]
+    def chances(self, like: Tensor) -> Tensor:
+        """Numbers between 0 and 1, of the tensor's shape, alike for every index of its first dimension."""
         if self._by_mean:
-            return target.fill_(_mean_of(func, args, words))  # type: ignore[no-any-return]
-        row = target.new_empty((1, *target.shape[1:]))
-        return target.copy_(func(row, *args[1:], **words).expand_as(target))  # type: ignore[no-any-return]
+            return torch.full(like.shape, 0.5, dtype=torch.float64, device=like.device)
+        total = torch.randint(0, 2**31, (1,) * max(1, like.ndim)).to(like.device)
+        for dimension in range(1, like.ndim):
+            shape = [1] * like.ndim
+            shape[dimension] = like.shape[dimension]
+            index = torch.arange(like.shape[dimension], device=like.device).reshape(shape)
+            total = _mixed(total + (index + 1) * (2 * dimension + 1) * 1_000_003)
+        share = (_mixed(total) & (2**52 - 1)).double() / 2**52
+        return share.clamp(min=2.0**-52).expand(like.shape if like.ndim else (1,)).reshape(like.shape)
 
-    def bernoulli(self, func: Any, args: Any, words: Any) -> Tensor:
-        """`bernoulli` and `bernoulli_`, with one probability or one for each element."""
-        target = args[0]
-        in_place = func.overloadpacket.__name__ == "bernoulli_"
-        chance = args[1] if len(args) > 1 else words.get("p", 0.5 if in_place else target)
-        if self._by_mean:
-            value = target.new_empty(target.shape).copy_(chance) if isinstance(chance, Tensor) else chance
-        else:
-            row = torch.rand((1, *target.shape[1:]), dtype=torch.float64, device=target.device)
-            value = (row < chance).to(target.dtype).expand_as(target)
-        made = target if in_place else torch.empty_like(target)
-        return made.copy_(value) if isinstance(value, Tensor) else made.fill_(value)
+    def fill_(self, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
+        """`uniform_`, `normal_`, `exponential_`."""
+        target: Tensor = args[0]
+        return target.copy_(SHAPES[func.overloadpacket.__name__](self.chances(target), given))
 
-    def create(self, func: Any, args: Any, words: Any) -> Tensor:
+    def create(self, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
         """`rand`, `randn`, `randint` and their `_like` forms."""
-        made: Tensor = func(*args, **words)
-        if not made.ndim or not made.numel():
-            return made
-        base = func.overloadpacket.__name__.removesuffix("_like")
-        if self._by_mean and base in MEANS:
-            return made.fill_(MEANS[base])
-        if self._by_mean:
-            return made.copy_(made.new_full((1,), int(made.min())).expand_as(made))
-        row = made.new_empty((1, *made.shape[1:]))
-        if base == "randint":
-            return made.copy_(row.random_(0, max(1, int(made.max()) + 1)).expand_as(made))
-        return made.copy_((row.uniform_() if base == "rand" else row.normal_()).expand_as(made))
+        made = _made(func, args, words)
+        name = func.overloadpacket.__name__.removesuffix("_like")
+        return made.copy_(SHAPES[name](self.chances(made), given))
 
-    def permute(self, func: Any, args: Any, words: Any) -> Tensor:
+    def bernoulli(self, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
+        """`bernoulli` and `bernoulli_`, with one probability or one for each element."""
+        target: Tensor = args[0]
+        is_in_place = func.overloadpacket.__name__ == "bernoulli_"
+        chance = given.get("p", 0.5 if is_in_place else target)
+        made = target if is_in_place else torch.empty_like(target)
+        if self._by_mean:
+            return made.copy_(chance) if isinstance(chance, Tensor) else made.fill_(chance)
+        return made.copy_(self.chances(target) < chance)
+
+    def permute(self, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
         """`randperm`: backwards, which still exchanges samples."""
-        made: Tensor = func(*args, **words)
+        made = _made(func, args, words)
         return made.copy_(torch.arange(len(made) - 1, -1, -1, device=made.device))
 
-    def dropout(self, func: Any, args: Any, words: Any) -> Any:
+    def choose(self, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
+        """`multinomial`, with replacement."""
+        made = _made(func, args, words)
+        below = given["self"].double().cumsum(-1)
+        found: Tensor = made.copy_(torch.searchsorted(below / below[..., -1:], self.chances(made).contiguous()))
+        return found
+
+    def dropout(self, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Any:
         """The fused dropout of accelerators."""
         value, chance = args[0], args[1]
-        mask = torch.ones_like(value, dtype=torch.bool)
-        if not self._by_mean:
-            row = torch.rand((1, *value.shape[1:]), dtype=torch.float32, device=value.device)
-            mask = (row >= chance).expand_as(value).contiguous()
-            return value * mask / (1 - chance), mask
-        return value * (1 - chance) / (1 - chance), mask
+        if self._by_mean:
+            return value.clone(), torch.ones_like(value, dtype=torch.bool)
+        mask = self.chances(value) >= chance
+        return (value * mask / (1 - chance)).to(value.dtype), mask
 
 
-def _mean_of(func: Any, args: Any, words: Any) -> float:
-    name = func.overloadpacket.__name__
-    if name == "uniform_":
-        low, high = args[1] if len(args) > 1 else words.get("from", 0.0), args[2] if len(args) > 2 else 1.0
-        return float(low + words.get("to", high)) / 2
-    if name == "normal_":
-        return float(args[1] if len(args) > 1 else words.get("mean", 0.0))
-    return MEANS.get(name, 0.0)
+def _made(func: Any, args: Any, words: Any) -> Tensor:
+    """A tensor as an operator makes it, of whose numbers none are used up: how many it draws depends on its size."""
+    state = torch.get_rng_state()
+    made: Tensor = func(*args, **words)
+    torch.set_rng_state(state)
+    return made
 
 
-def _without_dropout(func: Any, args: Any) -> Any:
-    names = [argument.name for argument in func._schema.arguments]
-    return tuple(0.0 if name == "dropout_p" else value for name, value in zip(names, args, strict=False))
+def _mixed(number: Tensor) -> Tensor:
+    """Integers of which one bit's change changes half of the others. Source: the finaliser of MurmurHash3."""
+    for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
+        number = (number ^ ((number >> 33) & (2**31 - 1))) * factor
+    return number ^ ((number >> 33) & (2**31 - 1))
 
 
-HANDLERS: dict[str, Callable[[Draws, Any, Any, Any], Any]] = {
-    **dict.fromkeys(("uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_"), Draws.fill_),
-    **dict.fromkeys(("bernoulli", "bernoulli_"), Draws.bernoulli),
+def _uniform(chances: Tensor, given: Mapping[str, Any]) -> Tensor:
+    low, high = given.get("from", 0.0), given.get("to", 1.0)
+    return low + (high - low) * chances
+
+
+def _normal(chances: Tensor, given: Mapping[str, Any]) -> Tensor:
+    return given.get("mean", 0.0) + given.get("std", 1.0) * torch.erfinv(2 * chances - 1) * 2**0.5  # type: ignore[no-any-return]
+
+
+def _exponential(chances: Tensor, given: Mapping[str, Any]) -> Tensor:
+    return -torch.log1p(-chances) / given.get("lambd", 1.0)  # type: ignore[no-any-return]
+
+
+def _integers(chances: Tensor, given: Mapping[str, Any]) -> Tensor:
+    low = given.get("low", 0)
+    return (low + (given["high"] - low) * chances).floor()  # type: ignore[no-any-return]
+
+
+SHAPES: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
+    "uniform_": _uniform,
+    "normal_": _normal,
+    "exponential_": _exponential,
+    "rand": _uniform,
+    "randn": _normal,
+    "randint": _integers,
+}
+
+HANDLERS: dict[str, Callable[[Draws, Any, Any, Any, Mapping[str, Any]], Any]] = {
+    **dict.fromkeys(("uniform_", "normal_", "exponential_"), Draws.fill_),
     **dict.fromkeys(("rand", "rand_like", "randn", "randn_like", "randint", "randint_like"), Draws.create),
+    **dict.fromkeys(("bernoulli", "bernoulli_"), Draws.bernoulli),
     "randperm": Draws.permute,
+    "multinomial": Draws.choose,
     "native_dropout": Draws.dropout,
 }

@@ -124,7 +124,7 @@ class _Trial:
         lab, right, floor, outcomes, problems = self._compare(lab, right, floor, rules, dtype, draws=draws)
         rows = differences(outcomes, right, floor)
         is_equal = all(row.is_equal for row in rows)
-        causes = _random_cause(draws, is_equal) if draws else []
+        causes = _random_cause(draws, is_equal) if draws and lab.draws != "own" else []
         if not is_equal:
             causes += self._ask_why(lab, list(rules.values()), floor, rows)
         measured = measure_precision(self._own(lab), right, precision) if precision.name != "fp32" else (None, ())
@@ -200,7 +200,7 @@ class _Trial:
         self, lab: Lab, right: Outcome, floor: Floor, rules: Mapping[str, Split], dtype: torch.dtype, *, draws: Any
     ) -> tuple[Lab, Outcome, Floor, dict[str, Outcome], dict[str, str]]:
         """Every split; where there is randomness, with draws that can be compared."""
-        for kind in ("shared", "mean") if draws else ("own",):
+        for kind in ("own", "shared", "mean") if draws else ("own",):
             if kind != "own":
                 lab = lab.but(draws=kind)
                 right = whole(lab)

@@ -11,7 +11,7 @@ __all__ = ["is_routing"]
 
 MIXING = (
     "Use GroupNorm or LayerNorm in its place, freeze its statistics with .eval() before making the step, or accept "
-    "that it normalises each micro-batch by itself, as it does on every device of a distributed run without SyncBatchNorm."
+    "that it normalises each micro-batch by itself, as every rank of a run does that has no SyncBatchNorm."
 )
 MIXING_ALWAYS = (
     "Look at which dimension it works along: samples are the first one; a module that expects another order "

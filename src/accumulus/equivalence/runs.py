@@ -93,7 +93,6 @@ def accumulated(
         weights: of the whole batch by loss term, where there are several.
         precision: to run in.
     """
-    collate = lab.collate
     exponents = SCALES if precision == "fp16" else (0,)
     for exponent in exponents:
         copied = lab.fresh()
@@ -107,7 +106,7 @@ def accumulated(
             microbatch=rule,
             loss_scale=StaticScale(2.0**exponent) if exponent else NoScale(),
             skip_nonfinite=exponent != 0,
-            collate=None if collate is None else lambda samples: lab.cast(collate(samples)),
+            collate=None if lab.collate is None else lab.collated,
             weigh=None if weights is None or len(weights) < 2 else lambda _: dict(weights),
             device=lab.device,
         )

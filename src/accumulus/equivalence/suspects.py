@@ -14,7 +14,17 @@ from accumulus import pytree
 from accumulus.equivalence.compare import relative
 from accumulus.equivalence.lab import Lab
 from accumulus.equivalence.runs import Piece, run_piece
-from accumulus.equivalence.trace import LOSS_FUNCTION, Call, Trace, changed, first_differences, fits, run_traced
+from accumulus.equivalence.trace import (
+    COLLATION,
+    LOSS_FUNCTION,
+    Call,
+    Trace,
+    changed,
+    first_differences,
+    fits,
+    run_traced,
+    watched_draws,
+)
 from accumulus.errors import BatchError, SplitError
 from accumulus.grouping import ByTokens
 from accumulus.microbatch import Microbatches, Split
@@ -39,7 +49,10 @@ def find_draws(lab: Lab) -> tuple[str, ...]:
     Args:
         lab: with its own draws.
     """
-    return tuple(run_traced(lab, lab.fresh(), lab.part(), watch_draws=True).draws)
+    drawn: list[str] = []
+    with watched_draws(lambda: drawn.append(COLLATION)):
+        part = lab.part()
+    return tuple(drawn[:1] + run_traced(lab, lab.fresh(), part, watch_draws=True).draws)
 
 
 def find_noise(lab: Lab, rows: Sequence[int], tolerance: float) -> Found | None:

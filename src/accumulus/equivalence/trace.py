@@ -22,6 +22,7 @@ from accumulus.errors import AccumulusError
 __all__ = ["LOSS_FUNCTION", "Call", "Trace", "labelled", "run_traced", "show"]
 
 LOSS_FUNCTION = "the loss function"
+COLLATION = "the collate function"
 
 
 @dataclass(eq=False)
@@ -162,7 +163,8 @@ class _Recorder:
 class _DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls back when an operator has drawn; those that only may draw, as attention without dropout, do not count."""
 
-    def __init__(self, blame: Callable[[], None]) -> None:
+    def __init__(self, blame: Callable[[], None], *, private: bool = True) -> None:
+        self._private = private
         super().__init__()  # type: ignore[no-untyped-call]
         self._blame = blame
 
@@ -170,12 +172,22 @@ class _DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         words = kwargs or {}
         if not is_random(func):
             return func(*args, **words)
-        has_own = any(isinstance(value, torch.Generator) for value in (*args, *words.values()))
+        has_own = self._private and any(isinstance(value, torch.Generator) for value in (*args, *words.values()))
         before = _torch_random()
         made = func(*args, **words)
         if has_own or before != _torch_random():
             self._blame()
         return made
+
+
+@contextmanager
+def watched_draws(blame: Callable[[], None]) -> Iterator[None]:
+    """Calls back when anything inside draws from the process's random numbers: torch's, numpy's or Python's."""
+    before = _host_random()
+    with _DrawWatch(blame, private=False):
+        yield
+    if _host_random() != before:
+        blame()
 
 
 def _torch_random() -> tuple[bytes, ...]:
