@@ -200,16 +200,19 @@ class _Trial:
         self, lab: Lab, right: Outcome, floor: Floor, rules: Mapping[str, Split], dtype: torch.dtype, *, draws: Any
     ) -> tuple[Lab, Outcome, Floor, dict[str, Outcome], dict[str, str]]:
         """Every split; where there is randomness, with draws that can be compared."""
-        for kind in ("own", "shared", "mean") if draws else ("own",):
-            if kind != "own":
-                lab = lab.but(draws=kind)
-                right = whole(lab)
-                floor = measure_floor(lab, right, dtype)
-            outcomes, problems = _run_splits(lab, right, rules)
-            if not outcomes:
-                raise UnsupportedError(f"no split could be run; {next(iter(problems.values()))}")
-            if all(row.is_equal for row in differences(outcomes, right, floor)):
+        outcomes, problems = _run_splits(lab, right, rules)
+        for kind in ("shared", "mean") if draws else ():
+            if outcomes and all(row.is_equal for row in differences(outcomes, right, floor)):
                 break
+            other = lab.but(draws=kind)
+            try:
+                right = whole(other)
+            except LossError:  # with every draw at its mean nothing may be left to learn from
+                break
+            lab, floor = other, measure_floor(other, right, dtype)
+            outcomes, problems = _run_splits(lab, right, rules)
+        if not outcomes:
+            raise UnsupportedError(f"no split could be run; {next(iter(problems.values()))}")
         self.notes += [f"{name} could not be run: {problem}." for name, problem in problems.items()]
         return lab, right, floor, outcomes, problems
 
