@@ -59,7 +59,13 @@ def bert():
 
 def t5():
     config = transformers.T5Config(
-        d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=40, decoder_start_token_id=1, dropout_rate=0.1
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        vocab_size=40,
+        decoder_start_token_id=1,
     )
     return transformers.T5ForConditionalGeneration(config)
 
@@ -105,7 +111,7 @@ CASES = {
     "BERT": (bert, all_tokens_loss, text, {Kind.RANDOM}, ""),
     "T5": (t5, all_tokens_loss, text, {Kind.RANDOM}, ""),
     "ViT": (vit, own_loss, images, set(), ""),
-    "CLIP": (clip, pair_loss, pairs, {Kind.COMPARISON}, "samples against samples"),
+    "CLIP": (clip, pair_loss, pairs, {Kind.COMPARISON}, "visual_projection"),
     "Mixtral": (mixtral, next_token_loss, text, set(), ""),
     "Mixtral, balanced": (
         lambda: mixtral(output_router_logits=True, router_aux_loss_coef=0.1),

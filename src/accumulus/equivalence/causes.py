@@ -16,11 +16,11 @@ from accumulus.equivalence import remedies
 from accumulus.equivalence.compare import relative
 from accumulus.equivalence.lab import Lab
 from accumulus.equivalence.loss import Meeting, find_meeting
-from accumulus.equivalence.mixing import Mixing, find_mixing, probe_rows
+from accumulus.equivalence.mixing import Mixing, find_mixing, probe_rows, spaced
 from accumulus.equivalence.report import Cause, Kind
 from accumulus.equivalence.runs import Piece, run_piece
 from accumulus.equivalence.suspects import changed_buffers, find_noise, find_padding, find_state, thirds
-from accumulus.equivalence.trace import no_trace
+from accumulus.equivalence.trace import LOSS_FUNCTION, no_trace
 from accumulus.equivalence.weights import Weighting, candidates, find_weighting
 from accumulus.errors import BatchError
 from accumulus.microbatch import Split
@@ -29,6 +29,7 @@ __all__ = ["Inquiry", "find_causes"]
 
 MAX_PROBES = 12
 MAX_ROUNDS = 8
+TABLE = "It returns a table of samples against samples, whose size is the micro-batch's squared."
 
 
 @dataclass
@@ -75,7 +76,10 @@ def find_causes(lab: Lab, rules: Sequence[Split], *, tolerance: float, unequal_b
     _look_for_state(inquiry)
     _look_for_padding(inquiry)
     is_explained = _look_at_terms(inquiry)
-    if is_explained:
+    if not inquiry.causes:
+        says = "Each micro-batch by itself adds up to the whole batch; one after the other they do not."
+        inquiry.add(Kind.UNKNOWN, (LOSS_FUNCTION,), says, remedies.UNKNOWN)
+    elif is_explained:
         inquiry.causes[:] = [replace(cause, is_confirmed=True) for cause in inquiry.causes]
     return inquiry
 
@@ -105,8 +109,7 @@ def _look_for_mixing(inquiry: Inquiry) -> None:
             inquiry.notes.append("Whether modules mix samples could not be looked at: samples could not be exchanged.")
             break
         if found.comparing and not any(cause.kind is Kind.COMPARISON for cause in inquiry.causes):
-            evidence = "It returns a table of samples against samples, whose size is the micro-batch's squared."
-            inquiry.add(Kind.COMPARISON, found.comparing, evidence, remedies.COMPARISON)
+            inquiry.add(Kind.COMPARISON, found.comparing, TABLE, remedies.COMPARISON)
         still = [name for name in found.shown if name in shares]
         if still or not found:
             always = {name: shares[name] for name in still}
@@ -205,7 +208,7 @@ def _explain_term(
     if weighting is not None and weighting.form != "ratio":
         inquiry.add(Kind.WEIGHT, (where,), *_weight_words(weighting))
         return True
-    rows = list(range(min(lab.num_samples, MAX_PROBES)))
+    rows = spaced(lab.num_samples, min(lab.num_samples, MAX_PROBES))
     meeting: Meeting | None = no_trace(lambda: find_meeting(lab, rows, name))
     if meeting is not None:
         _add_meeting(inquiry, where, name, meeting)
@@ -241,6 +244,9 @@ def _weight_words(weighting: Weighting) -> tuple[str, str]:
 def _add_meeting(inquiry: Inquiry, where: str, name: str, meeting: Meeting) -> None:
     places = (where, *meeting.where)
     if meeting.is_comparison:
+        tables = [cause for cause in inquiry.causes if cause.kind is Kind.COMPARISON and cause.evidence is TABLE]
+        inquiry.causes[:] = [cause for cause in inquiry.causes if cause not in tables]
+        places += tuple(place for cause in tables for place in cause.where)
         evidence = f"{meeting.share:.0%} of pairs of samples feel each other's outputs, pair by pair."
         inquiry.add(Kind.COMPARISON, places, evidence, remedies.COMPARISON)
     elif meeting.through == "outputs" and remedies.is_routing(inquiry.lab.prototype.model, name, meeting.where):

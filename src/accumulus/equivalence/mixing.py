@@ -45,8 +45,12 @@ class Mixing:
 
 def probe_rows(lab: Lab) -> list[int]:
     """A few samples of the batch: enough to tell them apart, and few enough to be cheap."""
-    count = next((n for n in NUM_PROBES if n <= lab.num_samples), 1)
-    return list(range(count))
+    return spaced(lab.num_samples, next((n for n in NUM_PROBES if n <= lab.num_samples), 1))
+
+
+def spaced(num_samples: int, count: int) -> list[int]:
+    """Some places of a batch, as far from each other as can be: neighbours are often alike."""
+    return [index * num_samples // count for index in range(count)]
 
 
 def perturbed(part: Any, row: int) -> Any:

@@ -73,7 +73,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shape[dimension] = like.shape[dimension]
             index = torch.arange(like.shape[dimension], device=like.device).reshape(shape)
             total = _mixed(total + (index + 1) * (2 * dimension + 1) * 1_000_003)
-        share = (_mixed(total) & (2**52 - 1)).double() / 2**52
+        share: Tensor = (_mixed(total) & (2**52 - 1)).double() / 2**52
         return share.clamp(min=2.0**-52).expand(like.shape if like.ndim else (1,)).reshape(like.shape)
 
     def fill_(self, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
@@ -126,7 +126,7 @@ def _made(func: Any, args: Any, words: Any) -> Tensor:
     return made
 
 
-def _mixed(number: Tensor) -> Tensor:
+def _mixed(number: Any) -> Any:
     """Integers of which one bit's change changes half of the others. Source: the finaliser of MurmurHash3."""
     for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
         number = (number ^ ((number >> 33) & (2**31 - 1))) * factor
@@ -134,7 +134,8 @@ def _mixed(number: Tensor) -> Tensor:
 
 
 def _uniform(chances: Tensor, given: Mapping[str, Any]) -> Tensor:
-    low, high = given.get("from", 0.0), given.get("to", 1.0)
+    low: float = given.get("from", 0.0)
+    high: float = given.get("to", 1.0)
     return low + (high - low) * chances
 
 

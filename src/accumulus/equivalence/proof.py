@@ -19,7 +19,7 @@ from accumulus.equivalence.compare import Floor, combined_error, differences, me
 from accumulus.equivalence.lab import Lab, undisturbed
 from accumulus.equivalence.lowered import measure_precision
 from accumulus.equivalence.replica import cast, replicate_original
-from accumulus.equivalence.report import Cause, Difference, EquivalenceReport, Kind, SplitOutcome
+from accumulus.equivalence.report import Cause, Difference, EquivalenceReport, Kind, PrecisionGap, SplitOutcome
 from accumulus.equivalence.runs import Outcome, accumulated, whole
 from accumulus.equivalence.splits import SPLITS, make_splits
 from accumulus.equivalence.suspects import find_draws
@@ -127,7 +127,10 @@ class _Trial:
         causes = _random_cause(draws, is_equal) if draws and lab.draws != "own" else []
         if not is_equal:
             causes += self._ask_why(lab, list(rules.values()), floor, rows)
-        measured = measure_precision(self._own(lab), right, precision) if precision.name != "fp32" else (None, ())
+        measured: tuple[Any, Sequence[PrecisionGap]] = (None, ())
+        if precision.name != "fp32":
+            tried = [name for name in ("by_count", "singles") if name in outcomes] or list(outcomes)[:1]
+            measured = measure_precision(self._own(lab), right, precision, [rules[name] for name in tried])
         return EquivalenceReport(
             is_equal=is_equal,
             dtype=str(dtype).removeprefix("torch."),
@@ -149,7 +152,11 @@ class _Trial:
         for dtype in dtypes:
             lab = self._lab(states, dtype)
             try:
-                return (*self._fitting(lab), dtype)
+                fitting = (*self._fitting(lab), dtype)
+                if failure is not None:
+                    says = next(iter(str(failure).splitlines()), type(failure).__name__).rstrip(".")
+                    self.notes.append(f"Compared in float32, as it does not run in float64: {says}.")
+                return fitting
             except AccumulusError:
                 raise
             except (RuntimeError, TypeError, NotImplementedError) as error:

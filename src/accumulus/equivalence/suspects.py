@@ -114,7 +114,9 @@ def _loss_change(one: Trace, two: Trace, num_samples: int) -> float:
     if len(first) != len(second):
         return math.inf
     size = max((abs(value) for value in first), default=0.0) or 1.0
-    return max((abs(a - b) / size for a, b in zip(first, second, strict=True)), default=0.0)
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a == a or b == b]  # a mean over nothing is NaN
+    changes = [abs(a - b) / size for a, b in pairs]
+    return max((math.inf if change != change else change for change in changes), default=0.0)
 
 
 def find_padding(lab: Lab, rules: Sequence[Split], tolerance: float) -> Found | None:
