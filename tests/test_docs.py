@@ -40,6 +40,8 @@ def test_the_two_commands_come_first():
 @pytest.mark.parametrize(
     "name",
     [
+        "equivalence.proof",
+        "equivalence.report",
         "grouping",
         "memory.capacity",
         "memory.estimate",
@@ -50,6 +52,7 @@ def test_the_two_commands_come_first():
         "precision",
         "scaling",
         "step",
+        "testing",
         "types",
     ],
 )

@@ -196,7 +196,7 @@ def _cast_function(function: Any, dtype: torch.dtype, seen: set[int]) -> None:
                 held.append(cell.cell_contents)
         _cast_held(held, dtype)
         for value in held:
-            if isinstance(value, types.FunctionType) and not value.__module__.startswith("torch"):
+            if isinstance(value, types.FunctionType) and not (value.__module__ or "").startswith("torch"):
                 _cast_function(value, dtype, seen)
     else:
         _cast_held([function], dtype)

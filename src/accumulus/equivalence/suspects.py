@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +168,10 @@ def _trimmed_pair(lab: Lab, rules: Sequence[Split]) -> tuple[Any, Any] | None:
     if rule is None:
         return None
     try:
-        parts = Microbatches(lab.cast(lab.batch), ByTokens(1, rule.length, rule.multiple_of), lab.device, collate=None)
+        with warnings.catch_warnings(action="ignore"):  # that every sample is longer than one token
+            parts = Microbatches(
+                lab.cast(lab.batch), ByTokens(1, rule.length, rule.multiple_of), lab.device, collate=None
+            )
         pieces = [part for part, _ in parts]
     except (SplitError, BatchError):
         return None
