@@ -185,6 +185,43 @@ class OwnLoss(nn.Module):
         return {"loss": F.cross_entropy(logits, y), "logits": logits}
 
 
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.inner, self.head = nn.Embedding(L.VOCABULARY, 8), nn.GRU(8, 8), nn.Linear(8, 3)
+
+    def forward(self, batch):
+        lengths = batch["attention_mask"].sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embedding(batch["input_ids"]), lengths, batch_first=True, enforce_sorted=False
+        )
+        return self.head(self.inner(packed)[1][0])
+
+
+class Renormed(nn.Module):
+    """Its forward changes its own weights in place, to the same end each time."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(L.VOCABULARY, 8, max_norm=1.0), nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids).mean(1))
+
+
+class DropPath(nn.Module):
+    def forward(self, x):
+        return x * torch.empty(len(x), 1, dtype=x.dtype).bernoulli_(0.5)
+
+
+def normed():
+    model = L.mlp()
+    nn.utils.parametrizations.weight_norm(model[0])
+    return model
+
+
 class Quiet(nn.Module):
     """Keeps what it saw last, and looks at it no more."""
 
@@ -231,7 +268,8 @@ def experts(model, batch):
 
 
 def honest() -> list[Honest]:
-    from .planted import MoE
+    from .planted import MoE, penalty
+    from .planted import pooled_loss as L_pooled
 
     x, text, images = L.vectors(), L.tokens((2, 7, 3, 5, 4, 6, 3)), L.pictures()
     ids = {"ids": L.tokens((2, 7, 3, 5, 4, 6, 3))["input_ids"], "y": torch.arange(7) % 3}
@@ -274,6 +312,12 @@ def honest() -> list[Honest]:
             L.classify,
             images,
         ),
+        Honest("weight norm", normed(), L.classify, x),
+        Honest("gradient penalty", L.mlp(), penalty, x),
+        Honest("packed sequences", Packed(), L_pooled, L.sentences(), collate),
+        Honest("pair tuple", L.mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x["x"], x["y"])),
+        Honest("renormed embedding", Renormed(), pooled, ids),
+        Honest("drop path", L.mlp(DropPath()), L.classify, x, **random),
         Honest("dropout", L.mlp(nn.Dropout(0.5)), L.classify, x, **random),
         Honest("transformer with dropout", L.Transformer(dropout=0.2), counted, text, **random),
         Honest(

@@ -318,9 +318,51 @@ def centred_input(model, batch):
     return F.cross_entropy(model(x - x.mean(0)), batch["y"])
 
 
+def by_largest(model, batch):
+    """Weights scaled by the largest of the batch: right in direction, each micro-batch by a factor of its own."""
+    each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (each * batch["r"] / batch["r"].max()).mean()
+
+
+def hard_examples(model, batch):
+    each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return each.topk(max(1, len(each) // 2)).values.mean()
+
+
+def mean_prediction(model, batch):
+    mean = model(batch["x"]).softmax(1).mean(0)
+    return acc.Loss((mean * mean.log()).sum() * len(batch["x"]), len(batch["x"]))
+
+
+def penalty(model, batch):
+    """A gradient taken in the loss function itself, through a layer that mixes."""
+    x = batch["x"].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+def following_teacher():
+    """A teacher that follows the student, moved in every forward."""
+    torch.manual_seed(1)
+    teacher = nn.Linear(4, 3).requires_grad_(False)
+
+    def loss_fn(model, batch):
+        with torch.no_grad():
+            teacher.weight.add_(0.01 * next(model.parameters()).mean())
+        return F.mse_loss(model(batch["x"]), teacher(batch["z"]))
+
+    return loss_fn
+
+
 def uneven_labels():
     batch = L.vectors()
     return batch | {"y": torch.where(torch.arange(9) < 4, -100, batch["y"])}
+
+
+def spectral():
+    model = L.mlp()
+    nn.utils.parametrizations.spectral_norm(model[0])
+    return model
 
 
 def planted() -> list[Planted]:
@@ -366,6 +408,12 @@ def planted() -> list[Planted]:
         Planted("f-score", Kind.STATISTIC, "the loss", L.mlp(), f_score, x),
         Planted("advantages", Kind.STATISTIC, "the loss", L.mlp(), advantages, x, says="data"),
         Planted("class balance", Kind.STATISTIC, "the loss", L.mlp(), class_balance, x, says="data"),
+        Planted("largest weight", Kind.STATISTIC, "the loss", L.mlp(), by_largest, x, says="factor of its own"),
+        Planted("mean prediction", Kind.STATISTIC, "the loss", L.mlp(), mean_prediction, x),
+        Planted("hard examples", Kind.COMPARISON, "the loss", L.mlp(), hard_examples, x),
+        Planted("gradient penalty", mixing, "1 (BatchNorm1d)", L.mlp(nn.BatchNorm1d(8)), penalty, x),
+        Planted("following teacher", Kind.STATE, "the loss function", L.mlp(), following_teacher(), x),
+        Planted("spectral norm", Kind.STATE, "_SpectralNorm", spectral(), L.classify, x),
         Planted("whitening", Kind.STATISTIC, "the loss", L.mlp(), whitened, x),
         Planted("expert balance", Kind.BALANCE, "loss term 'balance'", MoE(), with_balance, x),
         Planted("hidden balance", Kind.BALANCE, "router", HiddenBalance(), with_hidden_balance, x),

@@ -82,5 +82,32 @@ def test_a_model_that_returns_its_own_loss_is_not_accused():
 
 
 def test_what_has_no_rows_cannot_be_looked_at():
-    lab = lab_of(L.mlp(), batch=[1, 2, 3], collate=lambda samples: {"sum": sum(samples)})
-    assert find_mixing(lab, [0, 1]) is None
+    def collate(samples):
+        return {"x": torch.randn(2 * len(samples) + 1, 4), "y": torch.zeros(2 * len(samples) + 1, dtype=torch.int64)}
+
+    lab = lab_of(L.mlp(), batch=[1, 2, 3], collate=collate)
+    assert not find_mixing(lab, [0, 1])
+
+
+def test_samples_that_are_laid_end_to_end_are_changed_before_they_are_collated():
+    sizes = (2, 5, 3, 4)
+    batch = [torch.randn(size, 4, generator=torch.Generator().manual_seed(size)) for size in sizes]
+
+    def collate(samples):
+        graph = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([len(s) for s in samples]))
+        return {"x": torch.cat(samples), "graph": graph, "num_graphs": len(samples)}
+
+    class Graphs(nn.Module):
+        def __init__(self, *inside):
+            super().__init__()
+            self.nodes = L.mlp(*inside)
+
+        def forward(self, batch):
+            return torch.zeros(batch["num_graphs"], 3).index_add(0, batch["graph"], self.nodes(batch["x"]))
+
+    def loss_fn(model, batch):
+        return model(batch).square().mean()
+
+    assert not find_mixing(lab_of(Graphs(), loss_fn, batch, collate=collate), [0, 1, 2, 3])
+    mixed = find_mixing(lab_of(Graphs(nn.BatchNorm1d(8)), loss_fn, batch, collate=collate), [0, 1, 2, 3])
+    assert mixed.modules == ("nodes.1",)

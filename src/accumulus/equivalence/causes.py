@@ -122,10 +122,14 @@ def _look_for_mixing(inquiry: Inquiry) -> None:
 
 
 def _add_mixing(inquiry: Inquiry, shares: Mapping[str, float], remedy: str, says: str) -> None:
-    if shares:
-        share = max(shares.values())
+    modules = tuple(name for name in shares if name != LOSS_FUNCTION)
+    if modules:
+        share = max(shares[name] for name in modules)
         evidence = f"With one sample changed, {share:.0%} of what it returns depends on that one and on others, {says}."
-        inquiry.add(Kind.MIXING, tuple(shares), evidence, remedy)
+        inquiry.add(Kind.MIXING, modules, evidence, remedy)
+    if LOSS_FUNCTION in shares:
+        evidence = "With one sample changed, what it hands to the model for the others changes."
+        inquiry.add(Kind.MIXING, (LOSS_FUNCTION,), evidence, remedies.MIXING_BEFORE)
 
 
 def _look_for_state(inquiry: Inquiry) -> None:
@@ -205,13 +209,18 @@ def _explain_term(
     counted = [candidates(part, size) for part, size in zip(parts, sizes, strict=True)]
     weighting = find_weighting(whole, pieces, counted, inquiry.tolerance) if len(pieces) == len(parts) else None
     where = f"loss term {name!r}" if name != "loss" else "the loss"
-    if weighting is not None and weighting.form != "ratio":
+    if weighting is not None and weighting.form not in ("ratio", "factor"):
         inquiry.add(Kind.WEIGHT, (where,), *_weight_words(weighting))
         return True
     rows = spaced(lab.num_samples, min(lab.num_samples, MAX_PROBES))
     meeting: Meeting | None = no_trace(lambda: find_meeting(lab, rows, name))
     if meeting is not None:
         _add_meeting(inquiry, where, name, meeting)
+        return True
+    if weighting is not None and weighting.form == "factor":
+        shares = " : ".join(f"{share:.3g}" for share in weighting.shares)
+        evidence = f"Each piece is scaled by a factor of its own ({shares}), which its samples make together."
+        inquiry.add(Kind.STATISTIC, (where,), evidence, remedies.STATISTIC)
         return True
     if weighting is not None:
         inquiry.add(Kind.WEIGHT, (where,), *_weight_words(weighting))

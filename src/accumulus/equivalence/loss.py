@@ -17,14 +17,16 @@ from torch import Tensor
 
 from accumulus import pytree
 from accumulus.equivalence.lab import Lab
-from accumulus.equivalence.mixing import moved_row, perturbed, varying
+from accumulus.equivalence.mixing import moved_row, spaced, varying, with_one_changed
 from accumulus.equivalence.trace import Call, Trace, run_traced
 from accumulus.terms import as_terms
 
 __all__ = ["LossView", "Meeting", "find_meeting"]
 
 MAX_DEPTH = 4
-NUM_DIRECTIONS = 16
+NUM_DIRECTIONS = 48
+NUM_IN_HALVES = 24
+"""Samples of which one half is seen to act on the other; more tell statistics from comparisons better."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class LossView:
     def __init__(self, lab: Lab, rows: Sequence[int], depth: int = 0) -> None:
         self._lab = lab
         self.part, self.num_samples = lab.part(rows), len(rows)
+        self.variants = with_one_changed(lab, rows) or []
         base = self._trace(self.part, {})
         grown = varying(base, self._trace(lab.part([*rows, rows[0]]), {}, len(rows) + 1))
         self.base = base
@@ -197,13 +200,16 @@ def find_meeting(lab: Lab, rows: Sequence[int], term: str) -> Meeting | None:
         base = view.pulls(term)
         if base is None:
             continue
-        met = _through_outputs(view, term, base, exact) or _through_data(view, term, base, exact)
+        met = _through_outputs(lab, view, term, base, exact=exact, depth=depth)
+        met = met or _through_data(view, term, base, exact)
         if met is not None:
             return met
     return None
 
 
-def _through_outputs(view: LossView, term: str, base: list[Tensor], exact: float) -> Meeting | None:
+def _through_outputs(
+    lab: Lab, view: LossView, term: str, base: list[Tensor], *, exact: float, depth: int
+) -> Meeting | None:
     """At what the model returned; and far apart, where margins are crossed."""
     generator = torch.Generator().manual_seed(1)
     start = [slot.value for slot in view.slots]
@@ -221,7 +227,8 @@ def _through_outputs(view: LossView, term: str, base: list[Tensor], exact: float
         for place, slot in enumerate(view.slots)
         if _felt_through_outputs(view, term, base, start, exact=exact, only=place).any()
     ]
-    is_comparison = _is_partial(felt, base) or not _has_few_statistics(view, term)
+    more = spaced(lab.num_samples, min(lab.num_samples, NUM_IN_HALVES))
+    is_comparison = _is_partial(felt, base) or not _has_few_statistics(LossView(lab, more, depth), term)
     return Meeting("outputs", is_comparison, tuple(dict.fromkeys(where)), _share_of(felt))
 
 
@@ -265,8 +272,8 @@ def _felt_through_outputs(
 def _felt_through_data(view: LossView, term: str, base: list[Tensor], exact: float) -> Tensor:
     """The same where another sample's data changes, its output not; one factor for all is but another weight."""
     felt = torch.zeros(view.num_samples, view.num_samples, dtype=torch.bool)
-    for row in range(view.num_samples):
-        pulls = view.pulls(term, part=perturbed(view.part, row))
+    for row, part in enumerate(view.variants):
+        pulls = view.pulls(term, part=part)
         if pulls is not None and all(one.shape == two.shape for one, two in zip(base, pulls, strict=True)):
             felt[:, row] = _unlike(base, pulls, row, exact, scaled=True)
     return felt

@@ -53,6 +53,41 @@ def spaced(num_samples: int, count: int) -> list[int]:
     return [index * num_samples // count for index in range(count)]
 
 
+def with_one_changed(lab: Lab, rows: Sequence[int]) -> list[Any] | None:
+    """The micro-batch of some samples, once for each of them with that one changed.
+
+    Args:
+        lab: whose batch it is.
+        rows: the samples, at least two.
+
+    Returns:
+        Micro-batches; None where samples can be changed neither in the micro-batch nor before it is collated.
+    """
+    part = lab.part(rows)
+    try:
+        if pytree.sliceable(part).length == len(rows):
+            return [perturbed(part, row) for row in range(len(rows))]
+    except BatchError:
+        pass
+    if lab.collate is None:
+        return None
+    found = []
+    for place in range(len(rows)):
+        samples = [lab.batch[row] for row in rows]
+        samples[place] = pytree.map_tensors(_other_values, samples[place])
+        with lab.conditions():
+            found.append(lab.collated(samples))
+    return found
+
+
+def _other_values(value: Tensor) -> Tensor:
+    """A sample's tensor with other values, its size as before: collations of graphs lay samples end to end."""
+    if not value.is_floating_point():
+        return value.flip(0) if value.ndim else value
+    generator = torch.Generator().manual_seed(0)
+    return value + 0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+
+
 def perturbed(part: Any, row: int) -> Any:
     """A micro-batch in which one sample is another: the next one, and a little noise where it holds real numbers.
 
@@ -108,13 +143,11 @@ def find_mixing(lab: Lab, rows: Sequence[int]) -> Mixing | None:
     Cost:
         As many forward passes of these samples as there are, and two.
     """
-    part, count = lab.part(rows), len(rows)
-    try:
-        variants = [perturbed(part, row) for row in range(count)]
-    except BatchError:
+    variants = with_one_changed(lab, rows)
+    if variants is None:
         return None
     run = functools.partial(_forward, lab)
-    base = run(part)
+    base = run(lab.part(rows))
     larger = run(lab.part([*rows, rows[0]]))
     counts = _Counts(base)
     for variant in variants:

@@ -33,6 +33,9 @@ from accumulus.update import check_optimizer
 
 __all__ = ["check"]
 
+BELIEVED = 1e-5
+"""A floor above it is not rounding but order: what a permutation changes, a split may, too."""
+
 
 def check(
     model: nn.Module,
@@ -226,7 +229,9 @@ class _Trial:
     def _ask_why(self, lab: Lab, rules: list[Split], floor: Floor, rows: Sequence[Difference]) -> list[Cause]:
         unequal = [row.name for row in rows if row.what == "buffer" and not row.is_equal]
         # Experiments in this dtype: what they see must stand out of rounding, and nothing is near it.
-        tolerance = max(1e-9 if lab.dtype is torch.float64 else 1e-4, floor.tolerance)
+        tolerance = 1e-9 if lab.dtype is torch.float64 else 1e-4
+        if floor.tolerance < BELIEVED:
+            tolerance = max(tolerance, floor.tolerance)
         inquiry = find_causes(lab, rules, tolerance=tolerance, unequal_buffers=unequal)
         self.notes += inquiry.notes
         return inquiry.causes

@@ -14,8 +14,12 @@ MIXING = (
     "that it normalises each micro-batch by itself, as every rank of a run does that has no SyncBatchNorm."
 )
 MIXING_ALWAYS = (
-    "Look at which dimension it works along: samples are the first one; a module that expects another order "
-    "(batch_first=False) mixes them by mistake."
+    "Look at which dimension it works along, as samples are the first one (a module with batch_first=False mixes them "
+    "by mistake); or use one that works by sample, such as GroupNorm in place of batch statistics."
+)
+MIXING_BEFORE = (
+    "Mix samples where the batch is made, so that micro-batches are cut from what is mixed already, and not in the "
+    "loss function."
 )
 RANDOM = (
     "Nothing to do: micro-batches draw other numbers than one batch would, of the same distribution; with draws that "
@@ -39,7 +43,7 @@ PADDING = (
 )
 STATE = (
     "Move what is carried from one forward pass to the next out of the forward pass, and update it once per step, from "
-    "on_step= or after the call."
+    "on_step= or after the call; or run the module in evaluation mode."
 )
 STATE_BUFFER = "Update it once per step, from on_step= or after the call, or accept that it counts micro-batches."
 NONDETERMINISTIC = (

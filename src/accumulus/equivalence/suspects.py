@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -109,7 +109,7 @@ def _compare(one: Trace, two: Trace, num_samples: int, tolerance: float) -> Foun
 
 def _loss_change(one: Trace, two: Trace, num_samples: int) -> float:
     first, second = (
-        [float(loss.sum) / float(loss.weight or 1) for _, loss in as_terms(trace.returned, num_samples)]
+        [float(loss.sum.detach()) / float(loss.weight or 1) for _, loss in as_terms(trace.returned, num_samples)]
         for trace in (one, two)
     )
     if len(first) != len(second):
@@ -169,9 +169,7 @@ def _trimmed_pair(lab: Lab, rules: Sequence[Split]) -> tuple[Any, Any] | None:
         return None
     try:
         with warnings.catch_warnings(action="ignore"):  # that every sample is longer than one token
-            parts = Microbatches(
-                lab.cast(lab.batch), ByTokens(1, rule.length, rule.multiple_of), lab.device, collate=None
-            )
+            parts = Microbatches(lab.cast(lab.batch), replace(rule, max_tokens=1), lab.device, collate=None)
         pieces = [part for part, _ in parts]
     except (SplitError, BatchError):
         return None

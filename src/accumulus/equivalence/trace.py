@@ -97,12 +97,15 @@ def run_traced(
         copied: model and loss function to run; it is changed as any run changes it.
         part: the micro-batch.
         overrides: what to make of the output of the calls with these indices.
-        with_graph: autograd records.
+        with_graph: outputs keep their graph. Autograd records anyway, as a loss function may take gradients itself.
         watch_draws: note who draws random numbers.
     """
     recorder = _Recorder(overrides or {}, watch_draws=watch_draws)
-    with lab.conditions(), torch.set_grad_enabled(with_graph), recorder.attached(copied.model):
+    with lab.conditions(), recorder.attached(copied.model):
         recorder.trace.returned = lab.loss_of(copied)(copied.model, part)
+    if not with_graph:
+        for call in recorder.trace.calls:
+            call.outputs = [(label, tensor.detach()) for label, tensor in call.outputs]
     return recorder.trace
 
 

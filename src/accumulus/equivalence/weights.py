@@ -27,7 +27,8 @@ class Weighting:
 
     Args:
         expression: how to count it on a micro-batch; empty where none of the batch's fields gives it.
-        form: how the loss function has to return it: "mean", "sum" or "ratio".
+        form: what the loss is: a "mean", an "unweighted" one that was returned as a sum, a "sum" that was returned as
+            a mean, a mean by some "ratio" that nothing counts, or each piece's own times a "factor".
         error: of the gradient with it.
         shares: of the pieces that were tried.
     """
@@ -73,6 +74,8 @@ def _counts(name: str, value: Tensor) -> dict[str, float]:
             counted[f"({text} != 0).sum()"] = float((values != 0).sum())
             counted[f"({text} >= 0).sum()"] = float((values >= 0).sum())
         counted[f"{text}.sum()"] = float(values.sum(dtype=torch.float64))
+        if text == name:
+            counted[f"len({text})"] = float(len(values))
         counted[f"({text} > 0).sum()"] = float((values > 0).sum())
         counted[f"{text}.numel()"] = float(values.numel())
     return counted
@@ -95,7 +98,7 @@ def find_weighting(
         tolerance: relative error up to which it is rounding.
 
     Returns:
-        None where there are no such weights: it is not a weighted mean of the pieces.
+        None where there are no such weights: it is neither a weighted mean of the pieces nor a sum of them.
     """
     names = sorted((name for name in counted[0] if all(name in found for found in counted)), key=_rank)
     for form, value_of in FORMS.items():
@@ -142,5 +145,7 @@ def _solve(whole: Piece, pieces: Sequence[Piece], tolerance: float) -> Weighting
         return None
     found = torch.linalg.lstsq(parts.double().cpu(), right.double().cpu()[:, None]).solution[:, 0]
     error = relative((parts.double().cpu() @ found), right.double().cpu())
-    is_mean = bool((found > 0).all()) and abs(float(found.sum()) - 1) < 1e-6
-    return Weighting("", "ratio", error, tuple(found.tolist())) if is_mean and error <= 1e3 * tolerance else None
+    if error > 10 * tolerance or not bool((found > 0).all()):
+        return None
+    form = "ratio" if abs(float(found.sum()) - 1) < 1e-6 else "factor"
+    return Weighting("", form, error, tuple(found.tolist()))
