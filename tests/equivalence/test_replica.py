@@ -107,3 +107,19 @@ def test_copies_share_what_was_shared():
     model[1].weight = model[0].weight
     copied = replicate(replicate_original(model, counting, None))
     assert copied.model[1].weight is copied.model[0].weight
+
+
+def test_data_is_not_copied_with_the_trainer_that_holds_it():
+    class Trainer:
+        def __init__(self):
+            self.data, self.seen = torch.utils.data.TensorDataset(torch.zeros(3)), []
+
+        def loss(self, model, batch):
+            self.seen.append(len(self.data))
+            return model(batch).sum()
+
+    trainer = Trainer()
+    copied = replicate_original(nn.Linear(2, 1), trainer.loss, None)
+    copied.loss_fn(copied.model, torch.zeros(1, 2))
+    assert copied.loss_fn.__self__.data is trainer.data
+    assert (trainer.seen, copied.loss_fn.__self__.seen) == ([], [3])

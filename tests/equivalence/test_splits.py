@@ -28,6 +28,8 @@ def test_by_tokens_where_lengths_are_known():
     assert notes == []
     rules, notes = make_splits(SPLITS, L.vectors(), has_collate=False)
     assert "by_tokens" not in rules
+    assert notes == []
+    rules, notes = make_splits(["uneven", "by_tokens"], L.vectors(), has_collate=False)
     assert "attention_mask" in notes[0]
     assert "by_tokens" in make_splits(SPLITS, L.sentences(), has_collate=True)[0]
 

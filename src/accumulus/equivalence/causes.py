@@ -7,6 +7,7 @@ then lies in the loss, term by term.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -206,11 +207,12 @@ def _explain_term(
     inquiry: Inquiry, name: str, whole: Piece, pieces: Sequence[Piece], *, parts: Sequence[Any], sizes: Sequence[int]
 ) -> bool:
     lab = inquiry.lab
-    counted = [candidates(part, size) for part, size in zip(parts, sizes, strict=True)]
+    called = _second_argument(lab.prototype.loss_fn)
+    counted = [candidates(part, size, called) for part, size in zip(parts, sizes, strict=True)]
     weighting = find_weighting(whole, pieces, counted, inquiry.tolerance) if len(pieces) == len(parts) else None
     where = f"loss term {name!r}" if name != "loss" else "the loss"
     if weighting is not None and weighting.form not in ("ratio", "factor"):
-        inquiry.add(Kind.WEIGHT, (where,), *_weight_words(weighting))
+        inquiry.add(Kind.WEIGHT, (where,), *_weight_words(weighting, called))
         return True
     rows = spaced(lab.num_samples, min(lab.num_samples, MAX_PROBES))
     meeting: Meeting | None = no_trace(lambda: find_meeting(lab, rows, name))
@@ -223,7 +225,7 @@ def _explain_term(
         inquiry.add(Kind.STATISTIC, (where,), evidence, remedies.STATISTIC)
         return True
     if weighting is not None:
-        inquiry.add(Kind.WEIGHT, (where,), *_weight_words(weighting))
+        inquiry.add(Kind.WEIGHT, (where,), *_weight_words(weighting, called))
         return True
     if any(cause.kind in (Kind.COMPARISON, Kind.MIXING) for cause in inquiry.causes):
         return any(cause.kind is Kind.COMPARISON for cause in inquiry.causes)
@@ -233,7 +235,15 @@ def _explain_term(
     return False
 
 
-def _weight_words(weighting: Weighting) -> tuple[str, str]:
+def _second_argument(function: Any) -> str:
+    """What a loss function calls its micro-batch."""
+    try:
+        return list(inspect.signature(function).parameters)[1]
+    except (ValueError, TypeError, IndexError):  # a callable that does not tell
+        return "batch"
+
+
+def _weight_words(weighting: Weighting, called: str) -> tuple[str, str]:
     shares = " : ".join(f"{share:.3g}" for share in weighting.shares)
     if weighting.form == "sum":
         return (
@@ -246,7 +256,7 @@ def _weight_words(weighting: Weighting) -> tuple[str, str]:
             "Return acc.Loss.mean(loss, weight) with the number of elements that it is a mean over.",
         )
     found = f"Weighted by {weighting.expression} the pieces give the whole batch's gradient ({weighting.error:.1e})."
-    count = "len(batch)" if weighting.expression == "the number of samples" else weighting.expression
+    count = f"len({called})" if weighting.expression == "the number of samples" else weighting.expression
     return found, f"Return acc.Loss.mean(loss, {count})."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,11 @@ def _wide(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
+@functools.cache
+def _argument_names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
 def is_random(func: Any) -> bool:
     """Whether an operator may draw random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
@@ -51,16 +57,16 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         words = dict(kwargs or {})
+        names = _argument_names(func)
+        if "dropout_p" in names:  # attention's own kernels; their backward passes take it, too
+            words = {name: 0.0 if name == "dropout_p" else value for name, value in words.items()}
+            args = tuple(0.0 if name == "dropout_p" else value for name, value in zip(names, args, strict=False))
         if not is_random(func):
             return func(*args, **words)
-        names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | words
         handler = HANDLERS.get(func.overloadpacket.__name__)
         if handler is not None:
             return handler(self, func, args, words, given)
-        if "dropout_p" in names:  # attention's own kernels
-            words = {name: 0.0 if name == "dropout_p" else value for name, value in words.items()}
-            args = tuple(0.0 if name == "dropout_p" else value for name, value in zip(names, args, strict=False))
         return func(*args, **words)
 
     def chances(self, like: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from accumulus.errors import AccumulusError, BatchError, LossError, OptimizerErr
 from accumulus.memory.failure import is_out_of_memory, let_go
 from accumulus.microbatch import Split
 from accumulus.precision import Precision
+from accumulus.together import as_one
 from accumulus.types import Batch, LossFn, Optimizer, describe
 from accumulus.update import check_optimizer
 
@@ -70,6 +71,7 @@ def check(
         BatchError: the batch cannot be cut, or holds a single sample.
         LossError: what the loss function returns is no loss, or it is not finite.
         OptimizerError: the model has nothing to train, or the optimizer holds none of its parameters.
+        PrecisionError: the precision is unknown, or cannot train parameters like these.
         SplitError: a split is unknown or cannot be used.
         UnsupportedError: the model is wrapped for several ranks, or cannot be copied.
 
@@ -101,7 +103,7 @@ def _check_arguments(model: Any, loss_fn: Any, optimizer: Any) -> None:
         raise LossError(f"loss_fn must be a function of model and micro-batch, not {describe(loss_fn)}")
     choose_sync(model)
     if optimizer is not None:
-        check_optimizer(model, optimizer)
+        check_optimizer(model, as_one(optimizer))
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         raise OptimizerError(f"the model ({type(model).__name__}) has no parameters to train")
 
@@ -149,7 +151,6 @@ class _Trial:
 
     def _reference(self, states: Any) -> tuple[Lab, Outcome, torch.dtype]:
         """The whole batch, as much of it as fits, in the widest dtype that its operators have."""
-        own = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         dtypes = [torch.float64, torch.float32] if self.device.type != "mps" else [torch.float32]
         failure: Exception | None = None
         for dtype in dtypes:
@@ -163,8 +164,6 @@ class _Trial:
             except AccumulusError:
                 raise
             except (RuntimeError, TypeError, NotImplementedError) as error:
-                if own != torch.float32 and dtype == torch.float32:
-                    raise
                 failure = error if failure is None else failure
                 last = error
         raise last from failure

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.data import DataLoader, Dataset
 
 from accumulus.errors import UnsupportedError
 from accumulus.together import as_one
@@ -113,6 +114,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, types.FunctionType):
         return _copied_function(value, memo)
     if isinstance(value, types.MethodType):
+        _share_data(value.__self__, memo)
         return types.MethodType(value.__func__, copy.deepcopy(value.__self__, memo))
     if isinstance(value, functools.partial):
         words = {name: _held(item, memo) for name, item in value.keywords.items()}
@@ -124,9 +126,18 @@ def _held(value: Any, memo: dict[int, Any]) -> Any:
     """What a function refers to: copied where it may hold state; itself where it cannot be copied."""
     if isinstance(value, SHARED):
         return value
-    with suppress(Exception):  # locks, files, loaders of the user's, which nobody changes in a loss function
+    _share_data(value, memo)
+    with suppress(Exception):  # locks and files of the user's, which nobody changes in a loss function
         return _copied(value, memo)
     return value
+
+
+def _share_data(value: Any, memo: dict[int, Any]) -> None:
+    """Data sets and loaders, held directly or by a trainer, are not copied: they may be large, and stay as they are."""
+    held = list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, SHARED) else []
+    for item in (value, *held):
+        if isinstance(item, (Dataset, DataLoader)):
+            memo[id(item)] = item
 
 
 def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:

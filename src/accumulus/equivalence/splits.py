@@ -81,6 +81,7 @@ def make_splits(asked: Sequence[Any], batch: Any, *, has_collate: bool) -> tuple
     """
     if isinstance(asked, (str, int)):
         asked = (asked,)
+    is_default = tuple(asked) == SPLITS  # then nobody asked for by_tokens
     rules: dict[str, Split] = {}
     notes: list[str] = []
     for item in asked:
@@ -95,7 +96,7 @@ def make_splits(asked: Sequence[Any], batch: Any, *, has_collate: bool) -> tuple
             raise SplitError(f"splits= takes {', '.join(SPLITS)}, numbers and rules, not {describe(item)}")
     if not rules:
         raise SplitError(f"splits={asked!r} leaves nothing to compare with the whole batch; {' '.join(notes)}".strip())
-    return rules, notes
+    return rules, [] if is_default else notes
 
 
 def _add_by_tokens(rules: dict[str, Split], notes: list[str], batch: Any, *, has_collate: bool) -> None:

@@ -39,16 +39,17 @@ class Weighting:
     shares: tuple[float, ...]
 
 
-def candidates(part: Any, num_samples: int) -> dict[str, float]:
+def candidates(part: Any, num_samples: int, called: str = "batch") -> dict[str, float]:
     """What can be counted on a micro-batch, by the expression that counts it.
 
     Args:
         part: the micro-batch.
         num_samples: in it.
+        called: what the loss function calls it.
     """
     counted: dict[str, float] = {"the number of samples": float(num_samples)}
     for leaf in pytree.flatten(part, lambda node, path: False, strict=False)[0]:
-        name = _expression(leaf.name)
+        name = called + _path(leaf.name)
         if isinstance(leaf.value, (bool, str, bytes)):
             continue
         if isinstance(leaf.value, (int, float)):
@@ -81,9 +82,9 @@ def _counts(name: str, value: Tensor) -> dict[str, float]:
     return counted
 
 
-def _expression(name: str) -> str:
+def _path(name: str) -> str:
     parts = [part for part in name.split(".") if part]
-    return "batch" + "".join(f"[{part}]" if part.isdecimal() else f'["{part}"]' for part in parts)
+    return "".join(f"[{part}]" if part.isdecimal() else f'["{part}"]' for part in parts)
 
 
 def find_weighting(
