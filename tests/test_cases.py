@@ -264,6 +264,35 @@ def test_case_15_a_forward_between_the_steps():
     assert seen == [1.0, 5.0, 1.0]
 
 
+class Same(nn.Module):
+    """Gives every input the same representation."""
+
+    def __init__(self):
+        super().__init__()
+        self.z = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.z + 0 * x
+
+
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_case_16_contrast_inside_the_micro_batch(temperature):
+    """Four pairs, all representations equal: the loss is ln 4, and micro-batches of two would say ln 2, silently."""
+
+    def loss_fn(model, pairs):
+        logits = model(pairs["left"]) @ model(pairs["right"]).T / temperature
+        return nn.functional.cross_entropy(logits, torch.arange(len(logits)))
+
+    pairs = {"left": torch.zeros(4, 3), "right": torch.zeros(4, 3)}
+    assert loss_fn(Same(), pairs).item() == pytest.approx(math.log(4))
+    report = acc.check(Same(), loss_fn, pairs, splits=[2])
+    assert not report
+    assert report.differences[0].name == "loss"
+    assert report.differences[0].error == pytest.approx(0.5)
+    assert [str(cause.kind) for cause in report.causes] == ["loss compares samples"]
+    assert "gather the representations" in report.causes[0].remedy
+
+
 def test_case_17_several_denominators(where):
     """Tokens 10, 1, 5 over 16; an auxiliary loss over samples 2, 2, 2 over 6."""
     counts, tokens, samples = (10, 1, 5), (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)

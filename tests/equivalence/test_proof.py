@@ -137,33 +137,6 @@ def test_mixing_and_padding_together():
     assert report.kinds == {Kind.MIXING, Kind.PADDING}, str(report)
 
 
-def test_case_16_contrast_inside_the_micro_batch():
-    """Four pairs, all representations equal: the whole batch's loss is ln 4, that of micro-batches of two ln 2."""
-
-    class Same(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.z = nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            return self.z + 0 * x
-
-    losses = []
-
-    def loss_fn(model, batch):
-        logits = model(batch["x"]) @ model(batch["z"]).T / 0.5
-        return F.cross_entropy(logits, torch.arange(len(logits)))
-
-    batch = {"x": torch.zeros(4, 3), "z": torch.zeros(4, 3)}
-    assert loss_fn(Same(), batch).item() == pytest.approx(1.3863, abs=1e-4)
-    report = acc.check(Same(), loss_fn, batch, splits=[2])
-    assert not report
-    assert report.differences[0].name == "loss"
-    assert report.differences[0].error == pytest.approx(0.5)  # 0.6931 instead
-    assert report.kinds == {Kind.COMPARISON}
-    assert losses == []
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_precision_is_told_whole_and_split(precision):
     report = acc.check(

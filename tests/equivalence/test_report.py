@@ -49,8 +49,10 @@ def test_the_text_names_the_worst_and_the_cause():
 
 def test_what_accumulation_adds_is_beyond_half_of_what_precision_costs():
     assert make().accumulation_adds is None
-    assert make(precision_total=PrecisionGap(name="all", whole=1e-3, accumulated=1.4e-3)).accumulation_adds is False
-    assert make(precision_total=PrecisionGap(name="all", whole=1e-3, accumulated=2e-3)).accumulation_adds is True
+    for accumulated, adds in ((1.4e-3, False), (2e-3, True)):
+        total = PrecisionGap(name="all", whole=1e-3, accumulated=accumulated)
+        assert make(is_equal=True, precision_total=total).accumulation_adds is adds
+        assert make(precision_total=total).accumulation_adds is None
     assert PrecisionGap(name="w", whole=0.0, accumulated=0.0).factor == 1.0
     assert PrecisionGap(name="w", whole=0.0, accumulated=1e-3).factor == math.inf
 

@@ -12,10 +12,10 @@ def shown(report, width=80):
     return console.file.getvalue()
 
 
-def make(**changes):
+def make(*, is_equal=False, **changes):
     row = {"what": "gradient", "floor": 1e-16, "allowed": 1e-12, "split": "uneven"}
     return EquivalenceReport(
-        is_equal=False,
+        is_equal=is_equal,
         dtype="float64",
         num_samples=9,
         differences=tuple(Difference(name=f"layer.{i}.weight", error=10.0**-i, **row) for i in range(14)),
@@ -43,7 +43,14 @@ def test_the_verdict_the_causes_and_the_worst_come_first():
 def test_precision_is_told_in_a_sentence():
     total = PrecisionGap(name="all", whole=1e-3, accumulated=3e-3)
     text = " ".join(shown(make(precision="bf16", precision_total=total, precision_errors=(total,))).split())
-    assert "In bf16 the gradient is 1.0e-03 from float64 whole, 3.0e-03 in pieces: accumulation adds error" in text
+    assert "In bf16 the gradient is 1.0e-03 from float64 whole, 3.0e-03 in pieces: the difference above is part" in text
+
+
+def test_what_accumulation_adds_is_told_where_the_rest_is_equal():
+    total = PrecisionGap(name="all", whole=1e-3, accumulated=3e-3)
+    assert "accumulation adds error" in shown(make(is_equal=True, precision_total=total))
+    total = PrecisionGap(name="all", whole=1e-3, accumulated=1e-3)
+    assert "accumulation adds nothing" in " ".join(shown(make(is_equal=True, precision_total=total)).split())
 
 
 def test_it_fits_80_columns():

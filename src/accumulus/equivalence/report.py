@@ -11,6 +11,11 @@ from typing import Any
 __all__ = ["Cause", "Difference", "EquivalenceReport", "Kind", "PrecisionGap", "SplitOutcome"]
 
 NUM_SHOWN = 8
+ACCUMULATION_SAYS = {
+    True: "accumulation adds error to that",
+    False: "accumulation adds nothing to that",
+    None: "the difference above is part of that",
+}
 
 
 class Kind(StrEnum):
@@ -166,9 +171,12 @@ class EquivalenceReport:
 
     @property
     def accumulation_adds(self) -> bool | None:
-        """Whether the split adds error beyond what the precision costs on a whole batch; None for "fp32"."""
+        """Whether the split adds error beyond what the precision costs on a whole batch.
+
+        None for "fp32", and where the split differs in float64 too: then that difference is in the figures.
+        """
         total = self.precision_total
-        return None if total is None else total.factor > 1.5
+        return None if total is None or not self.is_equal else total.factor > 1.5
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -213,7 +221,7 @@ class EquivalenceReport:
         total = self.precision_total
         if total is None:
             return []
-        says = "accumulating adds to it" if self.accumulation_adds else "accumulating adds nothing to it"
+        says = ACCUMULATION_SAYS[self.accumulation_adds]
         return [
             f"{self.precision}: gradient {total.whole:.1e} from float64 whole, {total.accumulated:.1e} split; {says}"
         ]

@@ -85,7 +85,12 @@ def show_precision(console: Console, report: EquivalenceReport) -> None:
     total = report.precision_total
     if total is None:
         return
-    says = "accumulation adds error to that" if report.accumulation_adds else "accumulation adds nothing to that"
+    adds = report.accumulation_adds
+    says = (
+        "the difference above is part of that"
+        if adds is None
+        else f"accumulation adds {'error' if adds else 'nothing'} to that"
+    )
     console.print()
     console.print(
         Text(
