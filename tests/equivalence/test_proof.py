@@ -217,6 +217,21 @@ def test_a_split_that_cannot_be_run_is_told_and_not_counted():
     assert {split.name: split.problem for split in report.splits}["singles"] == "ValueError: needs two samples"
 
 
+def test_where_no_split_can_be_run_the_cause_is_told_or_it_is_an_error():
+    report = acc.check(L.mlp(nn.BatchNorm1d(8)), L.classify, L.vectors(3), splits=["uneven"])
+    assert not report
+    assert report.kinds == {Kind.MIXING}
+    assert report.differences == ()
+
+    def loss_fn(model, batch):
+        if len(batch["x"]) < 9:
+            raise ValueError("needs nine samples")
+        return L.classify(model, batch)
+
+    with pytest.raises(acc.UnsupportedError, match="no split could be run: ValueError: needs nine samples"):
+        acc.check(L.mlp(), loss_fn, L.vectors())
+
+
 def test_evidence_carries_figures_and_confirmation():
     report = acc.check(L.mlp(nn.BatchNorm1d(8)), L.classify, L.vectors())
     cause = report.causes[0]

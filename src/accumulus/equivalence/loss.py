@@ -17,15 +17,15 @@ from torch import Tensor
 
 from accumulus import pytree
 from accumulus.equivalence.lab import Lab
-from accumulus.equivalence.mixing import moved_row, spaced, varying, with_one_changed
+from accumulus.equivalence.mixing import moved_row, varying, with_one_changed
 from accumulus.equivalence.trace import Call, Trace, run_traced
 from accumulus.terms import as_terms
 
 __all__ = ["LossView", "Meeting", "find_meeting"]
 
 MAX_DEPTH = 4
-NUM_DIRECTIONS = 48
-NUM_IN_HALVES = 24
+NUM_DIRECTIONS = 64
+NUM_IN_HALVES = 40
 """Samples of which one half is seen to act on the other; more tell statistics from comparisons better."""
 
 
@@ -227,7 +227,7 @@ def _through_outputs(
         for place, slot in enumerate(view.slots)
         if _felt_through_outputs(view, term, base, start, exact=exact, only=place).any()
     ]
-    more = spaced(lab.num_samples, min(lab.num_samples, NUM_IN_HALVES))
+    more = [row % lab.num_samples for row in range(NUM_IN_HALVES)]  # their outputs will be spread
     is_comparison = _is_partial(felt, base) or not _has_few_statistics(LossView(lab, more, depth), term)
     return Meeting("outputs", is_comparison, tuple(dict.fromkeys(where)), _share_of(felt))
 
@@ -324,16 +324,19 @@ def _has_few_statistics(view: LossView, term: str) -> bool:
         ]
         if acted:
             rows.append(torch.cat(acted).double().cpu())
-    return _is_low_rank(rows, sum(int((pull != 0).sum()) for pull, _, _ in kept))
+    size = sum(int((pull != 0).sum()) for pull, _, _ in kept)
+    return _is_low_rank(rows, size, is_wide=all(leaf.dtype == torch.float64 for leaf in leaves))
 
 
-def _is_low_rank(rows: list[Tensor], size: int) -> bool:
+def _is_low_rank(rows: list[Tensor], size: int, *, is_wide: bool) -> bool:
+    """Whether singular values fall off a cliff: a few that matter, then rounding. Those of comparisons only decay."""
     if not rows:
         return True
     table = torch.stack(rows)
     sizes = torch.linalg.svdvals(table)
     if not bool(sizes[0] > 0):
         return True
-    rank = int((sizes > 1e-9 * sizes[0]).sum())
+    noise, smallest = (1e-13, 1e-8) if is_wide else (1e-5, 1e-3)
+    kept = sizes[sizes > noise * sizes[0]]
     largest = min(len(rows), size, int((table.abs().amax(0) > 0).sum()))
-    return rank <= max(1, largest // 2)
+    return bool(kept[-1] > smallest * sizes[0]) and len(kept) <= max(1, largest // 2)

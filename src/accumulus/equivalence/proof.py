@@ -128,12 +128,14 @@ class _Trial:
         draws = no_trace(lambda: find_draws(lab)) or ()
         lab, right, floor, outcomes, problems = self._compare(lab, right, floor, rules, dtype, draws=draws)
         rows = differences(outcomes, right, floor)
-        is_equal = all(row.is_equal for row in rows)
+        is_equal = bool(outcomes) and all(row.is_equal for row in rows)
         causes = _random_cause(draws, is_equal) if draws and lab.draws != "own" else []
         if not is_equal:
             causes += self._ask_why(lab, list(rules.values()), floor, rows)
+        if not outcomes and not any(cause.is_wrong and cause.kind is not Kind.UNKNOWN for cause in causes):
+            raise UnsupportedError(f"no split could be run: {next(iter(problems.values()))}")
         measured: tuple[Any, Sequence[PrecisionGap]] = (None, ())
-        if precision.name != "fp32":
+        if precision.name != "fp32" and outcomes:
             tried = [name for name in ("by_count", "singles") if name in outcomes] or list(outcomes)[:1]
             measured = measure_precision(self._own(lab), right, precision, [rules[name] for name in tried])
         return EquivalenceReport(
@@ -220,8 +222,6 @@ class _Trial:
                 break
             lab, floor = other, measure_floor(other, right, dtype)
             outcomes, problems = _run_splits(lab, right, rules)
-        if not outcomes:
-            raise UnsupportedError(f"no split could be run; {next(iter(problems.values()))}")
         self.notes += [f"{name} could not be run: {problem}." for name, problem in problems.items()]
         return lab, right, floor, outcomes, problems
 

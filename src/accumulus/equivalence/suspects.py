@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from accumulus.equivalence.trace import (
     changed,
     first_differences,
     fits,
+    no_trace,
     run_traced,
     watched_draws,
 )
@@ -34,6 +36,7 @@ from accumulus.terms import as_terms
 __all__ = ["Found", "find_draws", "find_noise", "find_padding", "find_state"]
 
 MAX_LENGTHS = 64
+MAX_PAIRS = 4
 
 
 @dataclass(frozen=True)
@@ -131,51 +134,58 @@ def find_padding(lab: Lab, rules: Sequence[Split], tolerance: float) -> Found | 
     Returns:
         None where it does not, or nothing is padded differently in any split.
     """
-    pair = _collated_pair(lab) if lab.collate is not None else _trimmed_pair(lab, rules)
-    if pair is None:
+    pairs = _collated_pairs(lab) if lab.collate is not None else _trimmed_pairs(lab, rules)
+    for short, padded in pairs:
+        error = no_trace(functools.partial(_padding_error, lab, short, padded))
+        if error is None:  # too short to learn from, or even to run
+            continue
+        if error <= tolerance:
+            return None
+        one, two = (run_traced(lab, lab.fresh(), lab.cast(part)) for part in (short, padded))
+        culprits = _first_longer(one, two)
+        return Found(tuple(dict.fromkeys(call.shown for call in culprits)) or (LOSS_FUNCTION,), error)
+    return None
+
+
+def _padding_error(lab: Lab, short: Any, padded: Any) -> float | None:
+    """How far the results of a sample lie apart; None where they are not finite."""
+    found = [run_piece(lab, part, 1) for part in (short, padded)]
+    if any(not piece.vector().isfinite().all() for pieces in found for piece in pieces.values()):
         return None
-    short, padded = pair
-    error = max(
-        _piece_error(one, two) for one, two in zip(*(run_piece(lab, part, 1).values() for part in pair), strict=True)
-    )
-    if error <= tolerance:
-        return None
-    one, two = (run_traced(lab, lab.fresh(), lab.cast(part)) for part in (short, padded))
-    culprits = _first_longer(one, two)
-    return Found(tuple(dict.fromkeys(call.shown for call in culprits)) or (LOSS_FUNCTION,), error)
+    return max(_piece_error(one, two) for one, two in zip(*(pieces.values() for pieces in found), strict=True))
 
 
 def _piece_error(one: Piece, two: Piece) -> float:
     return relative(one.vector(), two.vector())
 
 
-def _collated_pair(lab: Lab) -> tuple[Any, Any] | None:
-    """The shortest sample as its own micro-batch, and as it is beside the longest."""
+def _collated_pairs(lab: Lab) -> Iterator[tuple[Any, Any]]:
+    """The shortest samples, each as its own micro-batch, and as it is beside the longest."""
     sizes = [pytree.num_elements(lab.part([row])) for row in range(min(lab.num_samples, MAX_LENGTHS))]
-    short, long = sizes.index(min(sizes)), sizes.index(max(sizes))
-    if sizes[short] == sizes[long]:
-        return None
-    try:
-        padded, _ = pytree.sliceable(lab.part([short, long])).cut([1, 1])
-    except (BatchError, ValueError):
-        return None
-    return lab.part([short]), lab.cast(padded)
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    for row in [row for row in order if sizes[row] < sizes[order[-1]]][:MAX_PAIRS]:
+        try:
+            padded, _ = pytree.sliceable(lab.part([row, order[-1]])).cut([1, 1])
+        except (BatchError, ValueError):
+            return
+        yield lab.part([row]), lab.cast(padded)
 
 
-def _trimmed_pair(lab: Lab, rules: Sequence[Split]) -> tuple[Any, Any] | None:
-    """The shortest sample as `by_tokens` trims it, and as it stands in the batch."""
+def _trimmed_pairs(lab: Lab, rules: Sequence[Split]) -> Iterator[tuple[Any, Any]]:
+    """The shortest samples, each as `by_tokens` trims it, and as it stands in the batch."""
     rule = next((rule for rule in rules if isinstance(rule, ByTokens)), None)
     if rule is None:
-        return None
+        return
     try:
         with warnings.catch_warnings(action="ignore"):  # that every sample is longer than one token
             parts = Microbatches(lab.cast(lab.batch), replace(rule, max_tokens=1), lab.device, collate=None)
         pieces = [part for part, _ in parts]
     except (SplitError, BatchError):
-        return None
-    if parts.order is None or pytree.num_elements(pieces[-1]) == pytree.num_elements(lab.part([parts.order[-1]])):
-        return None
-    return lab.cast(pieces[-1]), lab.part([parts.order[-1]])
+        return
+    for piece, row in list(zip(pieces, parts.order or (), strict=False))[: -MAX_PAIRS - 1 : -1]:
+        whole = lab.part([row])
+        if pytree.num_elements(piece) < pytree.num_elements(whole):
+            yield lab.cast(piece), whole
 
 
 def _first_longer(one: Trace, two: Trace) -> list[Call]:
