@@ -4,7 +4,15 @@ import torch
 from torch import nn
 
 from accumulus.equivalence.splits import make_splits
-from accumulus.equivalence.suspects import changed_buffers, find_draws, find_noise, find_padding, find_state, thirds
+from accumulus.equivalence.suspects import (
+    changed_buffers,
+    find_draws,
+    find_noise,
+    find_padding,
+    find_state,
+    strides,
+    thirds,
+)
 
 from . import layers as L
 from . import planted as P
@@ -54,8 +62,8 @@ def test_padded_tensors_are_looked_at_where_a_split_trims_them():
     assert find_padding(lab_of(P.Pooled(), P.pooled_loss, text), [], 1e-6) is None
 
 
-def test_thirds_cover_the_batch():
+def test_groups_cover_the_batch():
     for count in range(2, 30):
-        groups = thirds(count)
-        assert [row for group in groups for row in group] == list(range(count))
-        assert len(groups) >= 2
+        for groups in (thirds(count), strides(count)):
+            assert sorted(row for group in groups for row in group) == list(range(count))
+            assert len(groups) >= 2

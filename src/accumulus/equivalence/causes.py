@@ -20,10 +20,10 @@ from accumulus.equivalence.loss import Meeting, find_meeting
 from accumulus.equivalence.mixing import Mixing, find_mixing, probe_rows, spaced
 from accumulus.equivalence.report import Cause, Kind
 from accumulus.equivalence.runs import Piece, run_piece
-from accumulus.equivalence.suspects import changed_buffers, find_noise, find_padding, find_state, thirds
+from accumulus.equivalence.suspects import changed_buffers, find_noise, find_padding, find_state, strides, thirds
 from accumulus.equivalence.trace import LOSS_FUNCTION, no_trace
 from accumulus.equivalence.weights import Weighting, candidates, find_weighting
-from accumulus.errors import BatchError
+from accumulus.errors import AccumulusError, BatchError
 from accumulus.microbatch import Split
 
 __all__ = ["Inquiry", "find_causes"]
@@ -73,16 +73,28 @@ def find_causes(lab: Lab, rules: Sequence[Split], *, tolerance: float, unequal_b
     inquiry = Inquiry(lab, rules, tolerance, unequal_buffers)
     if _look_for_noise(inquiry):
         return inquiry
-    _look_for_mixing(inquiry)
+    _look_for_mixing(inquiry, probe_rows(lab))
     _look_for_state(inquiry)
     _look_for_padding(inquiry)
     is_explained = _look_at_terms(inquiry)
+    if not is_explained and not any(cause.kind is Kind.MIXING for cause in inquiry.causes):
+        is_explained = _look_wider(inquiry)
     if not inquiry.causes:
         says = "Each micro-batch by itself adds up to the whole batch; one after the other they do not."
         inquiry.add(Kind.UNKNOWN, (LOSS_FUNCTION,), says, remedies.UNKNOWN)
     elif is_explained:
         inquiry.causes[:] = [replace(cause, is_confirmed=True) for cause in inquiry.causes]
     return inquiry
+
+
+def _look_wider(inquiry: Inquiry) -> bool:
+    """Looks for mixing among more samples: some meet only where many compete, as for an expert's capacity."""
+    before = list(inquiry.causes)
+    _look_for_mixing(inquiry, spaced(inquiry.lab.num_samples, min(inquiry.lab.num_samples, MAX_PROBES)))
+    if len(inquiry.causes) == len(before):
+        return False
+    inquiry.causes[:] = [cause for cause in inquiry.causes if cause.kind is not Kind.UNKNOWN]
+    return _look_at_terms(inquiry)
 
 
 def _look_for_noise(inquiry: Inquiry) -> bool:
@@ -99,9 +111,8 @@ def _look_for_noise(inquiry: Inquiry) -> bool:
     return True
 
 
-def _look_for_mixing(inquiry: Inquiry) -> None:
+def _look_for_mixing(inquiry: Inquiry, rows: Sequence[int]) -> None:
     """Names the modules that mix, freezes them, and looks again: what came before may have hidden others."""
-    rows = probe_rows(inquiry.lab)
     shares: dict[str, float] = {}
     for _ in range(MAX_ROUNDS):
         lab = inquiry.lab
@@ -179,23 +190,45 @@ def _is_number(value: Any) -> bool:
 def _look_at_terms(inquiry: Inquiry) -> bool:
     """What differs when each micro-batch runs by itself, on a copy of its own; True where all of that is explained."""
     lab = inquiry.lab
-    groups = thirds(lab.num_samples)
-    parts = [lab.part(rows) for rows in groups]
-    whole = run_piece(lab, lab.part(), lab.num_samples)
-    pieces = [run_piece(lab, part, len(rows)) for part, rows in zip(parts, groups, strict=True)]
+    try:
+        cuts = [_Cut.of(lab, groups) for groups in (thirds(lab.num_samples), strides(lab.num_samples))]
+        whole = run_piece(lab, lab.part(), lab.num_samples)
+    except AccumulusError:
+        raise
+    except Exception as error:  # a loss function that refuses small micro-batches
+        inquiry.notes.append(f"The loss terms were not looked at: {type(error).__name__}: {error}.")
+        return False
     is_explained = True
     for name, right in whole.items():
-        own = [found[name] for found in pieces if name in found]
-        if len(own) == len(groups) and _adds_up(right, own, inquiry.tolerance):
-            continue
-        is_explained &= _explain_term(inquiry, name, right, own, parts=parts, sizes=[len(rows) for rows in groups])
+        unequal = [cut for cut in cuts if not _adds_up(right, cut.of_term(name), inquiry.tolerance)]
+        if unequal:
+            is_explained &= _explain_term(inquiry, name, right, unequal[0])
     return is_explained
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The batch in a few micro-batches, each of which ran by itself."""
+
+    parts: Sequence[Any]
+    sizes: Sequence[int]
+    pieces: Sequence[Mapping[str, Piece]]
+
+    @classmethod
+    def of(cls, lab: Lab, groups: Sequence[Sequence[int]]) -> _Cut:
+        parts, sizes = [lab.part(rows) for rows in groups], [len(rows) for rows in groups]
+        return cls(parts, sizes, [run_piece(lab, part, size) for part, size in zip(parts, sizes, strict=True)])
+
+    def of_term(self, name: str) -> list[Piece]:
+        """A loss term's pieces; none where not every micro-batch has it."""
+        found = [pieces[name] for pieces in self.pieces if name in pieces]
+        return found if len(found) == len(self.pieces) else []
 
 
 def _adds_up(whole: Piece, pieces: Sequence[Piece], tolerance: float) -> bool:
     weight = sum(piece.weight for piece in pieces)
-    if not weight or not whole.weight:
-        return weight == whole.weight
+    if not pieces or not weight or not whole.weight:
+        return bool(pieces) and weight == whole.weight
     used = [piece for piece in pieces if piece.weight]
     vector = sum((piece.vector(1 / weight) for piece in used[1:]), start=used[0].vector(1 / weight))
     right = whole.vector(1 / whole.weight)
@@ -203,13 +236,12 @@ def _adds_up(whole: Piece, pieces: Sequence[Piece], tolerance: float) -> bool:
     return relative(vector, right) <= tolerance
 
 
-def _explain_term(
-    inquiry: Inquiry, name: str, whole: Piece, pieces: Sequence[Piece], *, parts: Sequence[Any], sizes: Sequence[int]
-) -> bool:
+def _explain_term(inquiry: Inquiry, name: str, whole: Piece, cut: _Cut) -> bool:
     lab = inquiry.lab
     called = _second_argument(lab.prototype.loss_fn)
-    counted = [candidates(part, size, called) for part, size in zip(parts, sizes, strict=True)]
-    weighting = find_weighting(whole, pieces, counted, inquiry.tolerance) if len(pieces) == len(parts) else None
+    counted = [candidates(part, size, called) for part, size in zip(cut.parts, cut.sizes, strict=True)]
+    pieces = cut.of_term(name)
+    weighting = find_weighting(whole, pieces, counted, inquiry.tolerance) if pieces else None
     where = f"loss term {name!r}" if name != "loss" else "the loss"
     if weighting is not None and weighting.form not in ("ratio", "factor"):
         inquiry.add(Kind.WEIGHT, (where,), *_weight_words(weighting, called))

@@ -213,22 +213,23 @@ def _through_outputs(
     """At what the model returned; and far apart, where margins are crossed."""
     generator = torch.Generator().manual_seed(1)
     start = [slot.value for slot in view.slots]
-    felt = _felt_through_outputs(view, term, base, start, exact=exact)
+    felt, pulled = _felt_through_outputs(view, term, base, start, exact=exact)
     if not felt.any():
         start = [slot.wide(generator) for slot in view.slots]
         far = view.pulls(term, start)
         if far is None:
             return None
-        base, felt = far, _felt_through_outputs(view, term, far, start, exact=exact)
+        base = far
+        felt, pulled = _felt_through_outputs(view, term, far, start, exact=exact)
         if not felt.any():
             return None
     where = [
         slot.shown
         for place, slot in enumerate(view.slots)
-        if _felt_through_outputs(view, term, base, start, exact=exact, only=place).any()
+        if _felt_through_outputs(view, term, base, start, exact=exact, only=place)[0].any()
     ]
     more = [row % lab.num_samples for row in range(NUM_IN_HALVES)]  # their outputs will be spread
-    is_comparison = _is_partial(felt, base) or not _has_few_statistics(LossView(lab, more, depth), term)
+    is_comparison = _is_partial(felt, pulled) or not _has_few_statistics(LossView(lab, more, depth), term)
     return Meeting("outputs", is_comparison, tuple(dict.fromkeys(where)), _share_of(felt))
 
 
@@ -237,9 +238,8 @@ def _through_data(view: LossView, term: str, base: list[Tensor], exact: float) -
     return Meeting("data", False, (), _share_of(felt)) if felt.any() else None
 
 
-def _is_partial(felt: Tensor, base: list[Tensor]) -> bool:
+def _is_partial(felt: Tensor, pulled: Tensor) -> bool:
     """Whether a sample acts on some others and not on all: they are compared. What has no pull does not count."""
-    pulled = _flat(base).norm(dim=1) > 0
     for column in range(len(felt)):
         others = pulled.clone()
         others[column] = False
@@ -255,8 +255,9 @@ def _share_of(felt: Tensor) -> float:
 
 def _felt_through_outputs(
     view: LossView, term: str, base: list[Tensor], start: Sequence[Tensor], *, exact: float, only: int | None = None
-) -> Tensor:
-    """Which sample's pull (row) changes when another's output (column) does."""
+) -> tuple[Tensor, Tensor]:
+    """Which sample's pull (row) changes when another's output (column) does; and which samples are ever pulled."""
+    pulled = _flat(base).norm(dim=1) > 0
     felt = torch.zeros(view.num_samples, view.num_samples, dtype=torch.bool)
     for row in range(view.num_samples):
         values = [
@@ -266,7 +267,8 @@ def _felt_through_outputs(
         pulls = view.pulls(term, values)
         if pulls is not None:
             felt[:, row] = _unlike(base, pulls, row, exact, scaled=False)
-    return felt
+            pulled |= _flat(pulls).norm(dim=1) > 0
+    return felt, pulled
 
 
 def _felt_through_data(view: LossView, term: str, base: list[Tensor], exact: float) -> Tensor:

@@ -232,3 +232,9 @@ def thirds(num_samples: int) -> list[list[int]]:
     """Three uneven groups of samples, fewer where there are fewer samples."""
     cuts = sorted({max(1, num_samples // 2), max(1, num_samples * 5 // 6), num_samples})
     return [list(range(start, stop)) for start, stop in itertools.pairwise([0, *cuts])]
+
+
+def strides(num_samples: int) -> list[list[int]]:
+    """Uneven groups of samples that do not stand beside each other; what thirds hide by chance, these do not."""
+    groups = [list(range(0, num_samples, 3)), [row for row in range(num_samples) if row % 3]]
+    return [group for group in groups if group]
