@@ -78,7 +78,7 @@ def make_bad_paths(folder):
         ("train --microbatch -4", "--microbatch -4 must be larger than 0"),
         ("train --microbatch 0tokens", "--microbatch 0tokens must be larger than 0"),
         ("train --microbatch half", "--microbatch 'half' must be a number of samples, such as 32, a number of tokens"),
-        ("train --data file --memory-limit lots", "--memory-limit lots: an amount of memory is a number and a unit"),
+        ("train --memory-limit lots", "--memory-limit lots: an amount of memory is a number and a unit"),
         ("train --microbatch 8 --memory-limit 1GiB", "--memory-limit 1GiB is for --microbatch auto"),
         ("train mine.py:task --microbatch 512tokens", "task 'mine.py:task' does not say how long a sample is"),
         ("train mine.py:task --microbatch auto-tokens", "give its acc.Task a length="),

@@ -2,6 +2,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from accumulus.cli.options import parse
 from accumulus.errors import UsageError
 from accumulus.run.bench_config import BenchConfig
 from accumulus.run.config import (
@@ -105,6 +106,18 @@ def test_micro_batch_never_exceeds_the_batch():
     assert TrainConfig(batch_size=8, microbatch="32").cut() == Cut(size=8)
     assert TrainConfig(batch_size=8, microbatch="32tokens").cut() == Cut(size=32, unit="tokens")
     assert BenchConfig(batch_size=8, microbatch="32").microbatch_size() == 8
+
+
+def test_the_words_that_repeat_a_run():
+    config = TrainConfig(
+        task="a.py:b", data=("x", "y z"), lr=0.1, compile=True, out="o", plain=True, memory_limit="1GiB"
+    )
+    words = config.repeat_words(microbatch="8", num_steps=57)  # limited by time: steps stand in for that
+    read = parse(TrainConfig, words, verb="train", description="")
+    expected = replace(config, microbatch="8", steps=57, memory_limit="auto", out=None, plain=False)
+    assert read == expected
+    given = replace(config, steps=9)
+    assert parse(TrainConfig, given.repeat_words(microbatch="8", num_steps=9), verb="train", description="").steps == 9
 
 
 def test_only_given_task_options_are_passed_on():

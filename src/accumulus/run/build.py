@@ -61,6 +61,7 @@ def make_run(config: TrainConfig, folder: Path) -> Run:
     Raises:
         UsageError: a part cannot be made from what was asked.
     """
+    memory_limit = choose_limit(config.memory_limit)
     device = choose_device(config.device)
     task = seeded_task(config, device)
     precision = choose_precision(config.precision, device)
@@ -90,7 +91,7 @@ def make_run(config: TrainConfig, folder: Path) -> Run:
             schedule=schedule,
             precision=precision,
             microbatch=choose_microbatch(config, task),
-            memory_limit=choose_limit(config.memory_limit),
+            memory_limit=memory_limit,
         ),
     )
 

@@ -172,7 +172,8 @@ class TrainConfig(TaskConfig):
     """Steps over which the learning rate rises from zero."""
 
     steps: Count = None
-    """Steps to train. The learning rate then depends on the step alone, so the run can be repeated exactly."""
+    """Steps to train. The learning rate then depends on the step alone, so that with a number for --microbatch the
+    run can be repeated exactly."""
 
     minutes: Number = None
     """Time to train, held-out measurements included; with --steps, whichever ends first. Default: 1.2 where
