@@ -6,8 +6,10 @@ A run of 60 steps pays for its estimate and for the sizes it tries; what it sett
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -19,6 +21,7 @@ from accumulus.run.bytes_task import bytes_task
 from timing import Rows, medians, show
 
 BATCH_SIZE = 256
+SIZES: dict[str, int] = {}  # of the task: its own
 NUM_STEPS = 60
 SETTLED = 20
 """Steps after which the tuning must be over; it takes about ten."""
@@ -52,8 +55,11 @@ class Sides:
         """Median seconds of a step with each size from the whole batch down to single samples."""
         sizes = [BATCH_SIZE >> power for power in range(BATCH_SIZE.bit_length())]
         steps = {str(size): self.step(size) for size in sizes}
-        calls = {name: lambda s=step: s(self.batches[random.randrange(50)]) for name, step in steps.items()}  # type: ignore[misc]
+        calls = {name: functools.partial(self.learn, step) for name, step in steps.items()}
         return {int(name): seconds for name, seconds in medians(calls, rounds=rounds, warmup=1).items()}
+
+    def learn(self, step: acc.TrainStep) -> None:
+        step(self.batches[random.randrange(50)])
 
     def race(self, best: int) -> dict[str, list[float]]:
         """Seconds of each step of two whole runs, which take turns."""
@@ -67,14 +73,14 @@ class Sides:
                 result = steps[name](batch)
                 seconds[name].append(time.perf_counter() - started)
         choice = steps["auto"](self.batches[0]).choice
-        print(f"best of the sweep {best}, chosen {choice}; {result.num_microbatches} micro-batches")
+        print(f"best of the sweep {best}, chosen {choice}; {result.num_microbatches} micro-batches", file=sys.stderr)
         return seconds
 
 
 def measure(rounds: int = 5) -> Rows:
     torch.manual_seed(0)
     precision = str(acc.Precision.parse("auto", "cpu"))
-    sides = Sides(bytes_task(), precision)
+    sides = Sides(bytes_task(**SIZES), precision)
     swept = sides.sweep(rounds)
     best = min(swept, key=swept.__getitem__)
     seconds = sides.race(best)

@@ -17,7 +17,7 @@ from timing import Rows, show
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
-SCRIPTS = ("overhead", "streaming", "update", "norm", "low_precision", "memory", "tokens")
+SCRIPTS = ("overhead", "streaming", "update", "norm", "low_precision", "memory", "tokens", "auto")
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 

@@ -44,6 +44,8 @@ def test_the_two_commands_come_first():
         "memory.capacity",
         "memory.estimate",
         "memory.live",
+        "memory.recover",
+        "memory.tune",
         "microbatch",
         "precision",
         "scaling",

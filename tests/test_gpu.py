@@ -184,3 +184,63 @@ def test_free_memory_counts_what_the_allocator_holds_unused():
     assert acc.memory.available_bytes("cuda") <= before - 2**28 + 2**22
     del held  # the allocator keeps it
     assert acc.memory.available_bytes("cuda") >= before - 2**22
+
+
+def statistics_step(microbatch):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.Dropout(0.3), torch.nn.Linear(256, 8)
+    ).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    return acc.TrainStep(
+        model, optimizer, lambda model, x: model(x).square().mean(), precision="fp16", microbatch=microbatch
+    )
+
+
+@pytest.mark.filterwarnings("ignore:1 BatchNorm")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_running_out_of_memory_is_undone_bit_for_bit(where):
+    """The device's own allocator fails, asked for more than any has."""
+    batch = torch.randn(64, 64)
+    right = statistics_step(16)
+    torch.manual_seed(1)
+    right(batch)
+    step = acc.recover_from_oom(statistics_step(32))
+    plain, calls = step.loss_fn, []
+
+    def ask_for_too_much(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            torch.empty(2**48, device="cuda")
+
+    def loss_fn(model, x):
+        loss = plain(model, x)
+        if type(x) is torch.Tensor and where == "forward":
+            ask_for_too_much()
+        elif type(x) is torch.Tensor:
+            loss.register_hook(ask_for_too_much)
+        return loss
+
+    step.loss_fn = loss_fn
+    torch.manual_seed(1)
+    assert step(batch).num_microbatches == 4
+    for a, b in zip(step.model.state_dict().values(), right.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert float(step.loss_scale) == float(right.loss_scale)
+
+
+def test_auto_keeps_to_its_limit_and_settles():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    held = torch.cuda.memory_allocated()
+    limit = 512 * 2**20
+    step = acc.TrainStep(
+        model, optimizer, lambda model, x: model(x).square().mean(), precision="bf16", memory_limit=limit
+    )
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(14):
+        result = step(torch.randn(65536, 1024))
+    assert torch.cuda.max_memory_allocated() - held <= 1.05 * limit
+    assert result.choice.reason.startswith(("the smallest within 5 %", "the only size"))
+    assert result.num_microbatches > 1

@@ -42,9 +42,10 @@ def test_counts_that_cannot_be(bad):
         acc.by_count(bad)
 
 
-def test_auto_is_refused_with_what_to_do_instead():
-    with pytest.raises(acc.SplitError, match="microbatch=32"):
-        choose_split("auto")
+def test_auto_begins_with_the_whole_batch():
+    assert list(choose_split("auto").sizes(1000)) == [1000]
+    with pytest.raises(acc.SplitError, match="number of samples or a rule"):
+        choose_split("automatic")
 
 
 class Wrong:

@@ -590,7 +590,7 @@ class TestResult:
         found = step(tokens_batch([3, 2])).to_dict()
         assert list(found) == [
             "loss", "grad_norm", "clipped", "all_finite", "applied", "loss_scale", "weight",
-            "num_microbatches", "num_samples", "metrics", "lr", "seconds",
+            "num_microbatches", "num_samples", "metrics", "lr", "seconds", "choice",
         ]  # fmt: skip
         kinds = {
             "clipped": bool,

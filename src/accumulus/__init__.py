@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from accumulus.scaling import DynamicScale, NoScale, StaticScale
     from accumulus.step import TrainStep
     from accumulus.stream import Accumulator
-    from accumulus.types import Loss, Metric, StepResult
+    from accumulus.types import Choice, Loss, Metric, StepResult
 
 __version__ = "0.1.0"
 
 # Name to module. Importing torch takes a second, and `accumulus --help` must not: so a name is loaded on first use.
 _HOMES = {
     "Accumulator": "stream",
+    "Choice": "types",
     "DynamicScale": "scaling",
     "Loss": "types",
     "Metric": "types",
@@ -65,6 +66,7 @@ __all__ = [
     "Accumulator",
     "AccumulusError",
     "BatchError",
+    "Choice",
     "CorruptStepError",
     "DynamicScale",
     "Loss",

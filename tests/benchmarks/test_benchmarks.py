@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
+import auto
 import low_precision
 import memory
 import norm
@@ -30,13 +31,17 @@ def small(monkeypatch):
     monkeypatch.setattr(tokens, "BATCH_SIZE", 8)
     monkeypatch.setattr(tokens, "MAX_TOKENS", 2048)
     monkeypatch.setattr(tokens, "load_samples", lambda: [b"x" * length for length in range(1, 1000, 31)])
+    monkeypatch.setattr(auto, "SIZES", {"max_length": 8, "d_model": 8, "num_layers": 1, "num_heads": 2})
+    monkeypatch.setattr(auto, "BATCH_SIZE", 4)
+    monkeypatch.setattr(auto, "NUM_STEPS", 15)
+    monkeypatch.setattr(auto, "SETTLED", 12)
     monkeypatch.setattr(memory, "NUM_LAYERS", 1)
     monkeypatch.setattr(memory, "WIDTH", 16)
     monkeypatch.setattr(memory, "LENGTH", 4)
 
 
 @pytest.mark.parametrize(
-    "script", [overhead, update, norm, low_precision, tokens, memory], ids=lambda script: script.__name__
+    "script", [overhead, update, norm, low_precision, tokens, memory, auto], ids=lambda script: script.__name__
 )
 def test_every_benchmark_runs(script, capsys):
     rows = script.measure(rounds=1)

@@ -106,9 +106,10 @@ class Auto:
             slack = 1.0 if self._forecast.is_strict else TOLERANCE
             if not fit.samples and fit.smallest.peak_bytes > slack * fit.capacity_bytes:
                 raise OutOfMemoryError(f"not even one sample fits, and nothing was changed: {fit.shortage()}")
-            largest = min(largest, max(1, fit.samples) * smallest)
-            self._recovery.bound, self._limit_bytes = fit.bound, fit.limit_bytes
-        self._recovery.max_load = None
+            self._recovery.rebound(fit.bound)
+            fitting = int(self._recovery.bound.elements / fit.bound.sample_elements) if fit.samples else 1
+            largest = min(largest, max(1, fitting) * sample_load_of(parts))
+            self._limit_bytes = fit.limit_bytes
         self._scope = Scope(num_samples=parts.num_samples)
         self._tuning = Tuning(whole=whole, largest=largest, smallest=smallest)
         self._is_stale = False
