@@ -58,7 +58,7 @@ def train(config: TrainConfig) -> int:
         except Exception as error:
             save_state(run, run.folder)
             display.say(f"step {run.progress.num_steps + 1} failed; the state before it is saved in {run.folder}")
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) and config.cut().size is not None:
                 display.say(f"memory ran out; go on in what there is: {resume_command(run.folder)} --microbatch auto")
             raise
         save_state(run, run.folder)
