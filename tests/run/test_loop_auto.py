@@ -44,7 +44,7 @@ def test_the_choice_is_recorded_said_and_in_the_end_table(tuned, capsys):
     last = steps[-1]
     assert last["microbatch"] == tuning_of(tuned)["choice"]
     assert (last["microbatch_unit"], last["microbatch_samples_per_second"] > 0) == ("samples", True)
-    assert "micro-batches auto, of samples: sizes are tried in the first steps" in shown
+    assert "micro-batches auto, of samples: found while training" in shown
     said = [line for line in shown.splitlines() if f"micro-batches of {last['microbatch']} samples: " in line]
     assert len(said) == 1 and last["microbatch_reason"] in said[0] and "samples/s)" in said[0]
     (row,) = [line for line in shown.splitlines() if line.startswith("micro-batch  ")]

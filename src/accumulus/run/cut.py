@@ -26,7 +26,7 @@ class Cut:
         >>> Cut.parse("8192tokens")
         Cut(size=8192, unit='tokens')
         >>> Cut.parse("auto").describe()
-        'auto, of samples: sizes are tried in the first steps'
+        'auto, of samples: found while training'
     """
 
     size: int | None
@@ -69,7 +69,7 @@ class Cut:
     def describe(self) -> str:
         """What is asked for, in words."""
         if self.size is None:
-            return f"auto, of {self.unit}: sizes are tried in the first steps"
+            return f"auto, of {self.unit}: found while training"
         return f"of {self.size:,} {self.unit}"
 
     def to_record(self, choice: Mapping[str, Any] | None) -> dict[str, Any]:
