@@ -275,3 +275,24 @@ def test_the_forecast_holds_the_estimate_against_what_there_is(monkeypatch):
     assert isinstance(fit, Fit) and fit.samples == 10
     assert fit.bound.sample_elements == 200  # tokens and labels
     assert fit.bound.elements == 2000
+
+
+def test_a_choice_in_samples_is_none_in_tokens(clock):
+    step = clock.watch(make())
+    for _ in range(12):
+        step(padded(BATCH))
+    other = make(acc.by_tokens("auto", length="labels", multiple_of=1))
+    other.load_state_dict(step.state_dict())
+    choice = other(padded(BATCH)).choice
+    assert choice.unit == "tokens" and not choice.is_final and choice.size > 32
+
+
+def test_the_short_last_batch_of_an_epoch_tells_nothing(clock):
+    clock.speed = lambda size: 100
+    step = clock.watch(make())
+    for _ in range(20):
+        result = step(padded(BATCH))
+        clock.speed = lambda size: 1e-6  # as slow as can be
+        step(padded(BATCH[:3]))
+        clock.speed = lambda size: 100
+    assert result.choice.is_final and result.choice.samples_per_second == pytest.approx(100)

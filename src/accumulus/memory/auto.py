@@ -139,7 +139,7 @@ class Auto:
             reading=reading,
             num_samples=result.num_samples,
             weight=weight,
-            tells=not is_new and self._recovery.num_attempts == 1,
+            tells=not is_new and self._recovery.num_attempts == 1 and 2 * result.num_samples >= self._scope.num_samples,
         )
         self._scope = replace(
             self._scope,
@@ -166,6 +166,7 @@ class Auto:
             size=size if load is None else min(size, load),
             unit=unit_of(self._step.microbatch),
             reason=self._reason(),
+            is_final=tuning.choice is not None and not self._is_stale,
             samples_per_second=tuning.speeds.get(size),
         )
 
@@ -187,6 +188,7 @@ class Auto:
         """What was found out, as plain values. Waits for the last step while tuning."""
         self._note_time()
         return {
+            "unit": unit_of(self._step.microbatch),
             "tuning": None if self._tuning is None else self._tuning.state_dict(),
             "scope": [self._scope.num_samples, self._scope.sample_elements, self._scope.sample_weight],
             "is_stale": self._is_stale,
@@ -195,13 +197,14 @@ class Auto:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state.
+        """Goes on from a saved state; from one in another unit, as samples for tokens, only with what is known of memory.
 
         Raises:
             StateError: it is not such a state.
         """
         try:
-            tuning = None if state["tuning"] is None else Tuning.from_state(state["tuning"])
+            is_other = state["unit"] != unit_of(self._step.microbatch)
+            tuning = None if state["tuning"] is None or is_other else Tuning.from_state(state["tuning"])
             num_samples, sample_elements, sample_weight = state["scope"]
             scope = Scope(
                 num_samples=int(num_samples),
@@ -211,6 +214,6 @@ class Auto:
             is_stale, limit = bool(state["is_stale"]), state["limit_bytes"]
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"not the saved state of microbatch='auto': {error}") from None
-        self._recovery.load_state_dict(state)
+        self._recovery.load_state_dict({**state, "max_load": None} if is_other else state)
         self._tuning, self._scope, self._is_stale, self._trial = tuning, scope, is_stale, None
         self._limit_bytes = None if limit is None else int(limit)
