@@ -197,7 +197,7 @@ class Auto:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state; from one in another unit, as samples for tokens, only with what is known of memory.
+        """Goes on from a saved state; from one in another unit only with what is known of memory.
 
         Raises:
             StateError: it is not such a state.
