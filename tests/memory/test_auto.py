@@ -96,6 +96,14 @@ def test_the_smallest_that_is_nearly_the_fastest_is_kept(clock, caplog):
     assert len({result.num_microbatches for result in results}) >= 3  # it did try
 
 
+def test_listeners_hear_of_the_choice_too(clock):
+    heard = []
+    step = clock.watch(make(on_step=heard.append))
+    for _ in range(3):
+        assert step(padded(BATCH)) is heard[-1]
+    assert heard[-1].choice.size == 32 // heard[-1].num_microbatches
+
+
 def test_it_ends_by_itself_and_no_pass_is_run_for_it(clock):
     step, calls = clock.watch(make()), []
     right = step.loss_fn

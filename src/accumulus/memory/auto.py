@@ -83,18 +83,20 @@ class Auto:
         self._limit_bytes: int | None = None  # what the estimate was held against
         self._is_stale = True  # a new tuning is due
         self._trial: Trial | None = None
+        self._size = 0  # of the present step
+        step.choice = self._choice
         self._tried: set[int] = set()  # in this process: what is new may have to be compiled first
 
     def __call__(self, batch: Batch) -> StepResult:
         """Learns from one batch."""
         self._note_time()
         tuning = self._begin(batch) if self._tuning is None or self._is_stale else self._tuning
-        size = tuning.next_size()
+        size = self._size = tuning.next_size()
         self._step.microbatch = resized(self._step.microbatch, size)
         watch = Stopwatch(self._step.device)
         result = self._recovery(batch)
         self._note(tuning, size, result, watch)
-        return replace(result, choice=self._choice(size))
+        return result
 
     def _begin(self, batch: Batch) -> Tuning:
         """A search among the sizes that fit this batch."""
@@ -158,8 +160,8 @@ class Auto:
         if self._tuning.choice is not None:
             log.info("micro-batches of %d: %s", self._tuning.choice, self._reason())
 
-    def _choice(self, size: int) -> Choice:
-        tuning = self._tuning
+    def _choice(self) -> Choice:
+        tuning, size = self._tuning, self._size
         assert tuning is not None  # a step was run
         load = self._recovery.max_load
         return Choice(
