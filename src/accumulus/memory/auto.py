@@ -7,6 +7,7 @@ it. The estimate says beforehand how large they may be, and what it gets wrong i
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from accumulus.memory.bound import Bound
 from accumulus.memory.capacity import parse_bytes
 from accumulus.memory.clock import Reading, Stopwatch
 from accumulus.memory.forecast import Fit, Forecast
-from accumulus.memory.recover import Recovery
+from accumulus.memory.recover import GROWN, Recovery
 from accumulus.memory.sizing import load_of, resized, sample_load_of, smallest_of, unit_of
 from accumulus.memory.tune import MAX_STEPS, Tuning
 from accumulus.pytree import is_compiling
@@ -28,9 +29,6 @@ from accumulus.units import format_bytes
 __all__ = ["Auto"]
 
 log = logging.getLogger("accumulus")
-
-GROWN = 1.25
-"""Batches or samples that are larger by this factor than those of the tuning start it again."""
 
 TOLERANCE = 1.05
 """The estimate may be off by as much: a single sample is refused unseen only beyond it."""
@@ -101,7 +99,9 @@ class Auto:
     def _begin(self, batch: Batch) -> Tuning:
         """A search among the sizes that fit this batch."""
         parts = self._step.split(batch, resized(self._step.microbatch, sys.maxsize))
-        fit = self._fit = self._fit or self._forecast.fit(batch)
+        if self._fit is None and not self._recovery.is_learned:
+            self._fit = self._forecast.fit(batch)
+        fit = None if self._recovery.is_learned else self._fit
         whole = largest = load_of(parts)
         smallest = min(whole, max(sample_load_of(parts), smallest_of(self._step)))
         if fit is not None:
@@ -129,19 +129,24 @@ class Auto:
         load = self._recovery.max_load
         is_new = not self._tried or (size not in self._tried and is_compiling())
         self._tried.add(size)
-        if load is not None and load < size and tuning.choice is None:
-            self._tuning = tuning.limited(load)
+        is_smaller = load is not None and load < size
+        if load is not None and is_smaller and tuning.choice is None:
+            # One batch of longer samples is no reason to leave out sizes that all others could have.
+            longer = seen.sample_elements / (self._recovery.bound.sample_elements or math.inf)
+            self._tuning = tuning.limited(min(tuning.largest, int(load * max(1.0, longer))))
         if self._scope.is_left_by(result.num_samples, seen.sample_elements) and tuning.choice is not None:
             self._is_stale, self._fit = True, None
         if tuning.choice is not None:
             return
         weight = float(result.weight) if isinstance(result.weight, (int, float)) else float(result.num_samples)
+        # What an epoch has left over tells nothing, nor does a step that was cut smaller than was asked for.
+        is_usual = weight > 0 and 2 * result.num_samples >= self._scope.num_samples and not is_smaller
         self._trial = Trial(
             size=size,
             reading=reading,
             num_samples=result.num_samples,
             weight=weight,
-            tells=not is_new and self._recovery.num_attempts == 1 and 2 * result.num_samples >= self._scope.num_samples,
+            tells=is_usual and not is_new and self._recovery.num_attempts == 1,
         )
         self._scope = replace(
             self._scope,
@@ -213,9 +218,10 @@ class Auto:
                 sample_elements=float(sample_elements),
                 sample_weight=float(sample_weight),
             )
-            is_stale, limit = bool(state["is_stale"]), state["limit_bytes"]
+            is_stale = bool(state["is_stale"])
+            limit = None if state["limit_bytes"] is None else int(state["limit_bytes"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"not the saved state of microbatch='auto': {error}") from None
         self._recovery.load_state_dict({**state, "max_load": None} if is_other else state)
         self._tuning, self._scope, self._is_stale, self._trial = tuning, scope, is_stale, None
-        self._limit_bytes = None if limit is None else int(limit)
+        self._limit_bytes = limit

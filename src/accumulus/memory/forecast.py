@@ -11,9 +11,8 @@ from accumulus.memory.bound import Bound
 from accumulus.memory.capacity import available_bytes
 from accumulus.memory.curve import MemoryEstimate
 from accumulus.memory.estimate import curve
-from accumulus.memory.sizing import smallest_of
+from accumulus.memory.sizing import elements_of, smallest_of
 from accumulus.microbatch import BySize
-from accumulus.pytree import num_elements
 from accumulus.step import TrainStep
 from accumulus.together import members
 from accumulus.types import Batch
@@ -99,7 +98,7 @@ class Forecast:
         try:
             num_samples = step.split(batch, BySize(1)).num_samples
             whole = batch if step.collate is None else step.collate(batch)
-            sample_elements = num_elements(whole) / num_samples
+            sample_elements = elements_of(whole, num_samples) / num_samples
             found = curve(
                 step.model,
                 step.update.optimizer,
