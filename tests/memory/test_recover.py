@@ -46,14 +46,6 @@ def uninformed(monkeypatch):
     monkeypatch.setattr(Forecast, "fit", lambda self, batch: None)
 
 
-@pytest.fixture(autouse=True)
-def _quick_collection():
-    """A failure collects garbage; what was there before is left out of it, because it takes most of the time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 OPTIMIZERS = {
     "adamw fused": lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True),
     "sgd fused": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True),
