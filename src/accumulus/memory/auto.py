@@ -106,7 +106,7 @@ class Auto:
         smallest = min(whole, max(sample_load_of(parts), smallest_of(self._step)))
         if fit is not None:
             slack = 1.0 if self._forecast.is_strict else TOLERANCE
-            if not fit.samples and fit.smallest.peak_bytes > slack * fit.capacity_bytes:
+            if not fit.samples and fit.estimated.peak_bytes > slack * fit.capacity_bytes:
                 raise OutOfMemoryError(f"not even one sample fits, and nothing was changed: {fit.shortage()}")
             self._recovery.rebound(fit.bound)
             fitting = int(self._recovery.bound.elements / fit.bound.sample_elements) if fit.samples else 1
