@@ -324,7 +324,8 @@ def test_what_a_failure_taught_outranks_the_estimate():
     step.loss_fn = loss_fn
     for index in range(25):
         step(padded([5] * 16, length=20 + 10 * index))
-    assert len(failures) == 1 and len(estimates) <= 2
+    assert len(failures) == 1
+    assert len(estimates) <= 3  # the first, one for samples more than twice as long, one at the failure; then no more
     saved = step.state_dict()["microbatch"]
     again = make(dtype=torch.float32)
     again.driver.load_state_dict(saved)

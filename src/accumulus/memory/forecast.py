@@ -99,8 +99,8 @@ class Forecast:
             batch: gives the shapes: of a list of samples those of all of them collated, padded to the longest.
 
         Cost:
-            One run on fake tensors where the whole batch fits four times; else four. Each takes about a third of a second
-            for a transformer of twelve layers.
+            One run on fake tensors where the whole batch fits four times; else four. Each takes about a third of a
+            second for a transformer of twelve layers.
         """
         try:
             num_samples = self._step.split(batch, BySize(1)).num_samples
