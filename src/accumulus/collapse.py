@@ -37,8 +37,8 @@ def find_cause(
         loss_finite, all_finite = run(tried)
         if not loss_finite:
             return (
-                f"non-finite at any scale: the loss itself is NaN or infinite before any backward pass{by(trace, tried)}; "
-                "look at the data and the forward pass of this batch"
+                "non-finite at any scale: the loss itself is NaN or infinite before any backward pass"
+                f"{by(trace, tried)}; look at the data and the forward pass of this batch"
             )
         if all_finite and steps == 0:
             return "finite when the same batch was run again: look for randomness in the forward pass"
@@ -49,7 +49,8 @@ def find_cause(
             )
     return (
         f"non-finite at any scale: the loss is finite but its gradient is not, from {scale:g} down to {tried:g}"
-        f"{by(trace, min(scale, 1.0))}; look for a division by zero, log(0), sqrt(0) or a norm of zeros, whose derivative is infinite"
+        f"{by(trace, min(scale, 1.0))}; look for a division by zero, log(0), sqrt(0) or a norm of zeros, whose "
+        "derivative is infinite"
     )
 
 

@@ -87,7 +87,7 @@ class State:
         return not (self.has_nan or self.has_inf)
 
 
-class OriginWatch(OperatorWatch):
+class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     """Follows non-finite values through one forward and backward pass, while it is entered.
 
     Args:

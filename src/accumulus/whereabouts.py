@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class Whereabouts:
         self._handles: list[Any] = []
         self._forward: list[str] = []
         self._backward: str | None = None
+        self.on_leave: Callable[[str, Any], None] | None = None  # hears of each module's output
         self._key = f"accumulus whereabouts {id(self)}"
 
     @property
@@ -82,7 +83,7 @@ class Whereabouts:
             tree: what was computed.
             path: the module that did; empty for the loss function.
         """
-        nodes = [tensor.grad_fn for tensor in tensors_in(tree) if tensor.grad_fn is not None]
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(tree) if tensor.grad_fn is not None]
         while nodes:
             node = nodes.pop()
             if self._key in node.metadata or type(node).__name__ == "AccumulateGrad":
@@ -96,6 +97,8 @@ class Whereabouts:
             last = len(self._forward) - 1 - self._forward[::-1].index(path)
             del self._forward[last:]
         self.note(output, path)
+        if self.on_leave is not None:
+            self.on_leave(path, output)
 
     def _enter_backward(self, path: str) -> None:
         # What runs between two nodes, sums of gradients that meet, counts to the one before.
