@@ -153,7 +153,7 @@ class RangeWatch:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._handles.append(
-                    parameter.register_hook(lambda gradient, name=name: self._see("weight gradient", name, gradient))
+                    hook(parameter, lambda gradient, name=name: self._see("weight gradient", name, gradient))
                 )
 
     @property
@@ -170,7 +170,7 @@ class RangeWatch:
             if is_floating(tensor):
                 self._see("activation", path, tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._see("activation gradient", path, gradient))
+                    hook(tensor, lambda gradient: self._see("activation gradient", path, gradient))
 
     @torch.no_grad()
     def _see(self, kind: str, name: str, tensor: Tensor) -> None:
@@ -239,7 +239,13 @@ class RangeWatch:
         ends = [torch.stack((low, high)).to(torch.float64) for _, low, high in self._extremes]
         magnitudes = np.abs(torch.stack([pair.to(ends[0].device) for pair in ends]).cpu().numpy()).max(axis=1)
         self._largest = np.append(self._largest, np.zeros(num_rows - len(self._largest)))
-        np.maximum.at(self._largest, [row for row, _, _ in self._extremes], magnitudes)
+        with np.errstate(invalid="ignore"):  # NaN is an answer here
+            np.maximum.at(self._largest, [row for row, _, _ in self._extremes], magnitudes)
+
+
+def hook(tensor: Tensor, function: Any) -> Any:
+    """Calls a function with the tensor's gradient."""
+    return tensor.register_hook(function)  # type: ignore[no-untyped-call]
 
 
 def sampled(tensor: Tensor, limit: int) -> Tensor:

@@ -77,7 +77,11 @@ class Scales:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {**asdict(self), "layers": [asdict(layer) for layer in self.layers], "one_serves_all": self.one_serves_all}
+        return {
+            **asdict(self),
+            "layers": [asdict(layer) for layer in self.layers],
+            "one_serves_all": self.one_serves_all,
+        }
 
     def __str__(self) -> str:
         if self.one_serves_all:
@@ -124,13 +128,13 @@ def find_scales(
         layers=windows,
         low=low,
         high=high,
-        chosen=choose(low, high),
+        chosen=choose(low, high, form),
     )
 
 
-def choose(low: float, high: float) -> float:
-    """The scale to take: below overflow by some headroom, above underflow, and 1 where that will do."""
-    if low <= 1.0 <= high / HEADROOM:
+def choose(low: float, high: float, form: Format) -> float:
+    """The scale to take: below overflow by some headroom, above underflow; 1 where the format has float32's range."""
+    if form.smallest_normal <= 2.0**-126 and low <= 1.0 <= high:
         return 1.0
     return max(low, high / HEADROOM) if low <= high else high / 2
 

@@ -14,11 +14,17 @@ from accumulus.whereabouts import OperatorWatch, is_floating, operator_name, ten
 
 __all__ = ["Cast", "DtypeTrace", "OperatorUse", "Peak", "Product", "TraceTable"]
 
-SENSITIVE = frozenset(
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+SENSITIVE = words(
     "softmax log_softmax logsumexp exp expm1 log log1p log2 log10 pow rsqrt reciprocal norm linalg_vector_norm "
     "native_layer_norm native_group_norm native_batch_norm fused_rms_norm rms_norm var std prod cumsum cumprod "
     "nll_loss_forward nll_loss2d_forward mse_loss binary_cross_entropy smooth_l1_loss huber_loss "
-    "soft_margin_loss kl_div cosh sinh tan acos asin".split()
+    "soft_margin_loss kl_div cosh sinh tan acos asin"
 )
 """What torch's own autocast runs in float32 on CUDA, as far as it can matter: exponentials, norms, losses."""
 
@@ -26,11 +32,14 @@ REDUCTIONS = frozenset({"sum", "mean"})
 LARGE_REDUCTION = 2**14
 """Numbers in one sum from which 16 bits of the result are too few to see the last ones."""
 
+MASKED = -1e4
+"""A row of a softmax whose largest logit is below this is all mask."""
+
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 
-COULD_BE_NARROW = frozenset(
+COULD_BE_NARROW = words(
     "add sub mul div relu gelu silu sigmoid tanh leaky_relu hardswish dropout native_dropout cat copy clone neg where "
-    "mm addmm bmm baddbmm convolution gelu_backward silu_backward threshold_backward native_dropout_backward".split()
+    "mm addmm bmm baddbmm convolution gelu_backward silu_backward threshold_backward native_dropout_backward"
 )
 """Element by element, or summed in float32 inside: 16 bits would do under autocast."""
 
@@ -255,7 +264,10 @@ class DtypeTrace(OperatorWatch):  # type: ignore[no-untyped-call]
         if not bool(finite.any()):
             return
         tops = torch.where(finite, logits, -torch.inf).amax(dim)
-        largest = float(tops[torch.isfinite(tops)].abs().max())
+        tops = tops[torch.isfinite(tops) & (tops > MASKED)]
+        if not len(tops):
+            return
+        largest = float(tops.abs().max())
         spread = float(logits[finite].max() - logits[finite].min())
         module = self.whereabouts.here.module
         before = self._seen.peaks.get((module, name))
