@@ -70,7 +70,11 @@ class Origin:
         return repr(self.module) if self.module else "the loss function"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, and the sentence as "text".
+
+        Returns:
+            What JSON takes.
+        """
         return {**asdict(self), "inputs": list(self.inputs), "text": str(self)}
 
 

@@ -1,4 +1,4 @@
-"""At most ten findings, worst first, each with the module, the figure, what to change and how sure. None is a good result."""
+"""At most ten findings, worst first: module, figure, what to change, how sure. None is a good result."""
 
 from __future__ import annotations
 
@@ -123,7 +123,6 @@ def of_origin(evidence: Evidence) -> Iterator[Finding]:
     origin = evidence.origin
     if origin is None or (evidence.only_above is not None and evidence.subject.adapts):
         return  # an adaptive scale finds its way down by itself
-    where = "in the backward pass" if origin.is_backward else "in the forward pass"
     when = "" if evidence.only_above is None else f"At loss scale {power(evidence.only_above)}: "
     yield Finding(
         kind="non-finite",
@@ -132,7 +131,7 @@ def of_origin(evidence: Evidence) -> Iterator[Finding]:
         text=f"{when}{sentence(str(origin))}",
         change=remedy_of(origin, evidence) if evidence.only_above is None else scale_remedy(evidence),
         sureness=SURE,
-        severity=100 if where else 0,
+        severity=100,
     )
 
 
@@ -223,7 +222,8 @@ def of_vanishing(evidence: Evidence) -> Iterator[Finding]:
     else:
         change = (
             f"No scale serves all layers: this one needs {power(scales.needs_most.low)}, and "
-            f"{scales.bears_least.layer!r} overflows above {power(scales.high)}. Use bf16, or run this layer in float32."
+            f"{scales.bears_least.layer!r} overflows above {power(scales.high)}. Use bf16, or run this layer in "
+            "float32."
         )
     yield Finding(
         kind="vanishing gradient",
@@ -283,7 +283,7 @@ def of_epsilon(evidence: Evidence) -> Iterator[Finding]:
                         f"{f' and {len(held) - 1} more' if len(held) > 1 else ''}, and fp16 rounds it to zero: a "
                         "gradient of zero becomes 0/0."
                     ),
-                    change="Keep parameters in float32 (model.float(), precision='fp16'); an eps of 1e-7 is the least fp16 holds.",
+                    change=("Keep parameters in float32 (model.float(), precision='fp16'); fp16 holds 6e-8 at least."),
                     sureness=SURE,
                     severity=90,
                 )
@@ -311,7 +311,10 @@ def of_standing_still(evidence: Evidence) -> Iterator[Finding]:
             f"{still[worst]:.0%} of the updates of {worst.name!r} round to nothing in {name} (half of them are below "
             f"{worst.histogram.quantile(0.5):.1g}){others(stuck, worst)}."
         ),
-        change="Keep the weights in float32 (model.float(), precision='bf16'), round stochastically, or raise the learning rate.",
+        change=(
+            "Keep the weights in float32 (model.float(), precision='bf16'), round stochastically, or raise the "
+            "learning rate."
+        ),
         sureness=SURE,
         severity=85,
     )

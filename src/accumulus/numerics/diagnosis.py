@@ -1,4 +1,4 @@
-"""`diagnose`: runs copies of a model, in float32 for what its numbers are and in its precision for what becomes of them."""
+"""`diagnose`: runs copies of a model, in float32 for what its numbers are, in its precision for what comes of them."""
 
 from __future__ import annotations
 
@@ -184,7 +184,10 @@ def count_ranges(subject: Subject, batches: list[Any], sample: int) -> tuple[lis
     Returns:
         Rows, and sentences on how they came about.
     """
-    note = f"Ranges are of {len(batches)} steps of a copy in float32, at loss scale 1, sampled: at most {sample:,} numbers of a tensor."
+    note = (
+        f"Ranges are of {len(batches)} steps of a copy in float32, at loss scale 1, sampled: at most {sample:,} "
+        "numbers of a tensor."
+    )
     wide = subject.widened()
     try:
         return watch(wide, batches, sample), (note,)

@@ -9,8 +9,7 @@ count as zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,30 +54,30 @@ class Histogram:
     Args:
         counts: 4096 numbers, by bucket.
         largest: the largest magnitude; of all numbers, also where only a sample was counted.
+
+    `num_counted` numbers were counted; `num_zero` and `num_nonfinite` are of them, and shares are of the other
+    `num_nonzero`.
     """
 
     counts: Any
     largest: float
 
-    @cached_property
-    def num_counted(self) -> int:
-        """Numbers counted, zeros and non-finite ones included."""
-        return int(self.counts.sum())
+    num_counted: int = field(init=False)
+    num_zero: int = field(init=False)
+    num_nonfinite: int = field(init=False)
+    num_nonzero: int = field(init=False)
 
-    @cached_property
-    def num_zero(self) -> int:
-        """Zeros among them."""
-        return int(self.counts[0])
-
-    @cached_property
-    def num_nonfinite(self) -> int:
-        """NaNs and infinities among them."""
-        return int(self.counts[FIRST_NONFINITE:].sum())
-
-    @cached_property
-    def num_nonzero(self) -> int:
-        """Finite numbers other than zero: what shares are of."""
-        return self.num_counted - self.num_zero - self.num_nonfinite
+    def __post_init__(self) -> None:
+        counted, zero, nonfinite = (
+            int(self.counts[which].sum()) for which in (slice(None), slice(1), slice(FIRST_NONFINITE, None))
+        )
+        for name, value in (
+            ("num_counted", counted),
+            ("num_zero", zero),
+            ("num_nonfinite", nonfinite),
+            ("num_nonzero", counted - zero - nonfinite),
+        ):
+            object.__setattr__(self, name, value)
 
     def overflows(self, form: Format, scale: float = 1.0) -> bool:
         """Whether the largest of all numbers, times the scale, is beyond a format."""

@@ -17,7 +17,7 @@ from accumulus.precision import Precision, fastest
 __all__ = ["Payoff", "measure_payoff"]
 
 SMALL = 64
-"""A matrix product with a side below this does not fill a matrix unit's tiles, and takes longer to start than to run."""
+"""A matrix product with a side below this does not fill a matrix unit's tiles."""
 
 FEW_OPERATIONS = 10**7
 """Additions and multiplications below which starting a product takes longer than doing it."""

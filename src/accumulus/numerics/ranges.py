@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accumulus.errors import UnsupportedError
+from accumulus.numerics.formats import FORMATS
 from accumulus.numerics.histogram import NUM_BUCKETS, Histogram, buckets_of
 from accumulus.together import members
 from accumulus.whereabouts import is_floating, tensors_in
@@ -50,6 +51,50 @@ class RangeRow:
     def still_ratio(self, dtype: torch.dtype) -> float:
         """Share of the changed weights that would not move if weights were held in a 16-bit dtype."""
         return self.num_still[NARROW.index(dtype)] / max(self.histogram.num_nonzero, 1)
+
+    def shares(self, loss_scale: float) -> dict[str, dict[str, float]]:
+        """What each format does to the numbers: shares of the nonzero ones.
+
+        Args:
+            loss_scale: applied to gradients.
+
+        Returns:
+            Format to "zeroed", "subnormal", "overflow"; of gradients "fp16 scaled" is with the scale.
+        """
+        forms = [(form.name, form, 1.0) for form in FORMATS]
+        if self.kind.endswith("gradient"):
+            forms += [(f"{form.name} scaled", form, loss_scale) for form in FORMATS]
+        return {
+            name: {
+                "zeroed": self.histogram.zeroed_ratio(form, scale),
+                "subnormal": self.histogram.subnormal_ratio(form, scale),
+                "overflow": self.histogram.overflow_ratio(form, scale),
+            }
+            for name, form, scale in forms
+        }
+
+    def to_dict(self, loss_scale: float) -> dict[str, Any]:
+        """Plain values, as JSON takes them.
+
+        Args:
+            loss_scale: for the shares of gradients.
+        """
+        histogram = self.histogram
+        result: dict[str, Any] = {
+            "kind": self.kind,
+            "name": self.name,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "largest": histogram.largest if math.isfinite(histogram.largest) else str(histogram.largest),
+            "median": histogram.quantile(0.5),
+            "num_counted": histogram.num_counted,
+            "num_zero": histogram.num_zero,
+            "num_nonfinite": histogram.num_nonfinite,
+            "exponents": {str(power): count for power, count in histogram.exponents().items()},
+            "shares": self.shares(loss_scale),
+        }
+        if self.kind == "update":
+            result["still_in_bf16"], result["still_in_fp16"] = (self.still_ratio(dtype) for dtype in NARROW)
+        return result
 
 
 class RangeWatch:

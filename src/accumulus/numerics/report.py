@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from accumulus.numerics.advice import Finding
-from accumulus.numerics.formats import FORMATS
-from accumulus.numerics.payoff import Payoff
-from accumulus.numerics.ranges import RangeRow
-from accumulus.numerics.scales import Scales
-from accumulus.numerics.trace import TraceTable
-from accumulus.origin import Origin
 
-__all__ = ["NumericsReport", "shares_of"]
+from accumulus.numerics.result import Diagnosis
+from accumulus.numerics.text import to_text
+
+__all__ = ["NumericsReport"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NumericsReport:
+class NumericsReport(Diagnosis):
     """What low precision does to a model's numbers. `print(report)` shows the findings, or that there are none.
 
     Args:
@@ -36,22 +31,7 @@ class NumericsReport:
         notes: how it was measured, in sentences.
     """
 
-    precision: str
-    device: str
-    num_steps: int
-    loss_scale: float
-    rows: tuple[RangeRow, ...]
-    scales: Scales | None
-    origin: Origin | None
-    only_above: float | None
-    trace: TraceTable
-    payoff: Payoff | None
-    findings: tuple[Finding, ...]
-    notes: tuple[str, ...]
-
     def __str__(self) -> str:
-        from accumulus.numerics.text import to_text
-
         return to_text(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,7 +46,7 @@ class NumericsReport:
             "num_steps": self.num_steps,
             "loss_scale": self.loss_scale,
             "findings": [finding.to_dict() for finding in self.findings],
-            "ranges": [row_to_dict(row, self.loss_scale) for row in self.rows],
+            "ranges": [row.to_dict(self.loss_scale) for row in self.rows],
             "scales": None if self.scales is None else self.scales.to_dict(),
             "origin": None if self.origin is None else self.origin.to_dict(),
             "only_above": self.only_above,
@@ -84,49 +64,6 @@ class NumericsReport:
         Raises:
             UnsupportedError: the drawing packages of the extra "plot" are not installed.
         """
-        from accumulus.numerics.page import to_page
+        from accumulus.numerics.page import to_page  # the drawing packages are large
 
         return to_page(self)
-
-
-def shares_of(row: RangeRow, loss_scale: float) -> dict[str, dict[str, float]]:
-    """What each format does to a row's numbers: shares of the nonzero ones.
-
-    Args:
-        row: at scale 1.
-        loss_scale: applied to gradients that flow backward.
-
-    Returns:
-        Format to "zeroed", "subnormal" and "overflow"; for gradients "fp16" is without and "fp16 scaled" with the scale.
-    """
-    forms = [(form.name, form, 1.0) for form in FORMATS]
-    if row.kind.endswith("gradient"):
-        forms += [(f"{form.name} scaled", form, loss_scale) for form in FORMATS]
-    return {
-        name: {
-            "zeroed": row.histogram.zeroed_ratio(form, scale),
-            "subnormal": row.histogram.subnormal_ratio(form, scale),
-            "overflow": row.histogram.overflow_ratio(form, scale),
-        }
-        for name, form, scale in forms
-    }
-
-
-def row_to_dict(row: RangeRow, loss_scale: float) -> dict[str, Any]:
-    """A row as plain values."""
-    histogram = row.histogram
-    result: dict[str, Any] = {
-        "kind": row.kind,
-        "name": row.name,
-        "largest": histogram.largest if math.isfinite(histogram.largest) else str(histogram.largest),
-        "median": histogram.quantile(0.5),
-        "num_counted": histogram.num_counted,
-        "num_zero": histogram.num_zero,
-        "num_nonfinite": histogram.num_nonfinite,
-        "exponents": {str(power): count for power, count in histogram.exponents().items()},
-        "shares": shares_of(row, loss_scale),
-    }
-    if row.kind == "update":
-        changed = max(histogram.num_nonzero, 1)
-        result["still_in_bf16"], result["still_in_fp16"] = (number / changed for number in row.num_still)
-    return result

@@ -17,7 +17,7 @@ SMALLEST, LARGEST = -100, 100
 """Powers of two between which a scale is looked for."""
 
 HEADROOM = 2.0**4
-"""How far below overflow the chosen scale stays, if nothing underflows there: gradients of later steps may be larger."""
+"""How far below overflow the chosen scale stays where it can: gradients of later steps may be larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,9 +197,10 @@ def make_subject(
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     is_narrow = any(dtype in HALF_DTYPES for dtype in dtypes.values())
     if is_narrow and precision not in (None, "fp32"):
+        held = next(dtype for dtype in dtypes.values() if dtype in HALF_DTYPES)
         raise PrecisionError(
-            f"the model's parameters are {next(d for d in dtypes.values() if d in HALF_DTYPES)}, so it computes in that; "
-            f"leave precision={str(precision)!r} out, or use model.float()"
+            f"the model's parameters are {held}, so it computes in that; leave "
+            f" precision={str(precision)!r} out, or use model.float()"
         )
     chosen = Precision.parse(precision or ("fp32" if is_narrow else "fp16"), device)
     return Subject(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from accumulus.numerics.report import NumericsReport
+from accumulus.numerics.result import Diagnosis
 
 __all__ = ["to_text"]
 
 
-def to_text(report: NumericsReport) -> str:
+def to_text(report: Diagnosis) -> str:
     """The findings, the loss scale and the payoff, as lines."""
     head = f"numerics in {report.precision} on {report.device}, {report.num_steps} steps: "
     count = len(report.findings)

@@ -140,9 +140,13 @@ class TraceTable:
 
     @property
     def needless(self) -> list[OperatorUse]:
-        """Operators that ran in float32 where 16 bits would do, the largest first."""
+        """Operators that ran in float32 where 16 bits would do, the largest first.
+
+        What stands beside an exponential or a root in one module, as in a norm, belongs in float32 with it.
+        """
+        careful = {use.module for use in self.uses if use.operator in SENSITIVE} | {""}
         wide = [use for use in self.uses if use.output == "float32" and use.operator in COULD_BE_NARROW]
-        return sorted((use for use in wide if use.module), key=lambda use: -use.num_bytes)
+        return sorted((use for use in wide if use.module not in careful), key=lambda use: -use.num_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
