@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ LOST = 0.1
 
 STILL = 0.5
 """Share of a weight's elements that may stand still."""
+
+ROUNDING = 2.0**-18
+"""A sum this small against its terms is what float32's rounding left of zero."""
 
 BLURRED = 0.1
 """Rounding of a softmax's largest logits that changes a probability by 10 %."""
@@ -97,11 +101,27 @@ class Evidence:
     def is_narrow(self, row: RangeRow) -> bool:
         """Whether a row's numbers flow in 16 bits when the model runs in its precision."""
         name = layer_of(row)
-        if not self.trace.outputs:  # it could not be run
+        if not self.trace.outputs or self.form is None:  # it could not be run, or is asked about before it is
             return True
         if name not in self.trace.outputs:  # a parameter that belongs to no module with an output of its own
             return row.kind == "weight gradient"
         return self.trace.outputs[name] in ("float16", "bfloat16")
+
+    def counts(self, row: RangeRow) -> bool:
+        """Whether a gradient must survive 16 bits: it flows in them, and is more than rounding.
+
+        A bias that changes nothing, as a key's before a softmax, has a gradient of zero, of which float32 leaves some
+        rounding of the sum over its layer's gradients.
+        """
+        if not self.is_narrow(row):
+            return False
+        of_layer = self._largest_gradients.get(layer_of(row), 0.0)
+        is_rounding = row.name.endswith("bias") and row.histogram.largest < ROUNDING * of_layer
+        return not (row.kind == "weight gradient" and is_rounding)
+
+    @cached_property
+    def _largest_gradients(self) -> dict[str, float]:
+        return {row.name: row.histogram.largest for row in self.rows if row.kind == "activation gradient"}
 
 
 def find(evidence: Evidence) -> tuple[Finding, ...]:
@@ -209,7 +229,7 @@ def of_vanishing(evidence: Evidence) -> Iterator[Finding]:
         return
     adapts = evidence.subject.adapts
     scale = scales.chosen if adapts else evidence.subject.scale
-    rows = [row for row in evidence.rows if row.kind.endswith("gradient") and evidence.is_narrow(row)]
+    rows = [row for row in evidence.rows if row.kind.endswith("gradient") and evidence.counts(row)]
     lost = {row: row.histogram.lost_ratio(form, scale) for row in rows if row.histogram.num_nonzero}
     worst = max(lost, key=lambda row: lost[row], default=None)
     if worst is None or lost[worst] < LOST:

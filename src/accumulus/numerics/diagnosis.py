@@ -56,7 +56,7 @@ def diagnose(
         collate: makes a micro-batch of a list of samples.
         max_steps: batches to look at.
         sample: numbers counted of a tensor at most; its largest is taken of all.
-        underflow_ratio: share of a layer's gradients that may underflow inside the window of loss scales.
+        underflow_ratio: share of a layer's gradient, by magnitude, that may underflow inside the window of loss scales.
         rounds: passes to time in each precision; 0 does not time.
 
     Returns:
@@ -123,7 +123,7 @@ def examine(
         rows,
         form or FP16,
         underflow_ratio=underflow_ratio,
-        counts=(lambda row: True) if form is None else gathered.is_narrow,
+        counts=gathered.counts,
     )
     chosen = subject.scale if scales is None else scales.chosen
     origin, only_above = (None, None) if seen.problem else find_first(subject, batches, chosen)

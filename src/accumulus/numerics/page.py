@@ -166,7 +166,7 @@ def cell_records(row: RangeRow) -> list[dict[str, Any]]:
 def band_records(low: float, high: float) -> list[dict[str, Any]]:
     """What the formats hold, from the widest to the narrowest: with all bits, and paler with fewer."""
     records = []
-    for form, opacity in ((FP16, 0.10), (E5M2, 0.10), (E4M3, 0.14)):
+    for form, opacity in ((FP16, 0.16), (E5M2, 0.14), (E4M3, 0.18)):
         for what, start, end, strength in bands_of(form):
             if start < high and end > low:
                 records.append(

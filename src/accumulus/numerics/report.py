@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-
 from accumulus.numerics.result import Diagnosis
 from accumulus.numerics.text import to_text
 

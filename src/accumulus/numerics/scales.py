@@ -26,7 +26,7 @@ class LayerScales:
 
     Args:
         layer: path of the module.
-        low: the smallest power of two at which few enough gradients underflow.
+        low: the smallest power of two at which little enough of its gradients underflows.
         high: the largest one at which none overflows.
     """
 
@@ -46,7 +46,7 @@ class Scales:
 
     Args:
         form: name of the format.
-        underflow_ratio: the share of a layer's gradients that may underflow.
+        underflow_ratio: the share of a layer's gradient, by magnitude, that may underflow.
         layers: each layer's window.
         low: the largest of the layers' lower ends.
         high: the smallest of their upper ends.
@@ -103,8 +103,8 @@ def find_scales(
     Args:
         rows: gradients measured at scale 1.
         form: what has to hold them.
-        underflow_ratio: the share of a layer's nonzero gradients that may become zero.
-        counts: whether a row's gradients flow in this format.
+        underflow_ratio: the share of a layer's gradient, by magnitude, that may become zero.
+        counts: whether a row's gradients must survive in this format.
 
     Returns:
         The window; None where there is no gradient that counts.
@@ -140,11 +140,11 @@ def choose(low: float, high: float, form: Format) -> float:
 
 
 def lowest_scale(histogram: Histogram, form: Format, underflow_ratio: float) -> float:
-    """The smallest power of two at which at most this share underflows."""
+    """The smallest power of two at which at most this share of the sum underflows."""
     low, high = SMALLEST, LARGEST
     while low < high:
         middle = (low + high) // 2
-        if histogram.zeroed_ratio(form, 2.0**middle) <= underflow_ratio:
+        if histogram.lost_ratio(form, 2.0**middle) <= underflow_ratio:
             high = middle
         else:
             low = middle + 1

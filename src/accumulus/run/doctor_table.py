@@ -19,7 +19,7 @@ KIND_NAMES = {
     "weight gradient": "its grad.",
     "update": "update",
 }
-NAME_WIDTH = 28
+NAME_WIDTH, HEAD = 28, 9
 STYLES = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
 
 
@@ -133,8 +133,8 @@ def new_table(first: str, others: Sequence[str]) -> Table:
 
 
 def shortened(name: str) -> str:
-    """A path that fits its column: its end says more than its beginning."""
-    return name if len(name) <= NAME_WIDTH else f"...{name[3 - NAME_WIDTH :]}"
+    """A path that fits its column, without its middle."""
+    return name if len(name) <= NAME_WIDTH else f"{name[:HEAD]}...{name[HEAD + 3 - NAME_WIDTH :]}"
 
 
 def percent(ratio: float) -> str:
