@@ -17,7 +17,7 @@ class Format:
     Args:
         name: as shown.
         largest: the largest finite number.
-        overflow_from: what is at least this becomes infinite, or NaN where the format has no infinity.
+        overflow_from: what is at least this becomes infinite; NaN, or the largest number, where there is no infinity.
         smallest_normal: below it, numbers have fewer bits.
         zero_below: what is smaller becomes zero: half of the smallest subnormal.
         num_bits: of a normal number's fraction.

@@ -107,7 +107,7 @@ class Histogram:
         if not self.num_nonzero:
             return 0.0
         below = np.cumsum(self.counts[1:FIRST_NONFINITE])
-        return float(EDGES[1 + int(np.searchsorted(below, ratio * below[-1], side="right").clip(0, len(below) - 1))])
+        return float(EDGES[1 + int(np.searchsorted(below, max(ratio * below[-1], 1)))])
 
     def exponents(self) -> dict[int, int]:
         """Numbers by the power of two at or below their magnitude; those below 2**-126 count as 2**-127."""
