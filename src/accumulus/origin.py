@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from accumulus.whereabouts import OperatorWatch, Place, is_floating, operator_na
 
 __all__ = ["Origin", "OriginWatch", "trace_origin"]
 
-MADE, GIVEN, WRITTEN = "made", "given", "written"
-"""By an operator from finite numbers; came with the batch or the parameters; written down as a constant."""
+MADE, HELD, GIVEN, WRITTEN = "made", "held", "given", "written"
+"""By an operator from finite numbers; by a parameter; with the batch or a buffer; as a constant. The last two may be
+masks."""
 
 WITHOUT_DATA = ("empty", "new_empty")
 NORMALIZERS = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product")
@@ -33,8 +34,8 @@ class Origin:
 
     Args:
         value: "NaN", "inf" or "-inf".
-        source: "made" by an operator from finite numbers, "given" with the batch or the parameters, or "written" down
-            as a constant.
+        source: "made" by an operator from finite numbers, "held" by a parameter, "given" with the batch or a buffer, or
+            "written" down as a constant.
         module: path of the module that ran; empty in the loss function.
         operator: its name in torch.
         is_backward: in the backward pass.
@@ -56,7 +57,7 @@ class Origin:
 
     def __str__(self) -> str:
         direction = "backward" if self.is_backward else "forward"
-        if self.source == GIVEN:
+        if self.source in (HELD, GIVEN):
             return f"{self.value} {self.note}, first met by {self.operator} in {self.where}"
         inputs = f" from {', '.join(self.inputs)}" if self.inputs else ""
         note = f"; {self.note}" if self.note else ""
@@ -111,7 +112,9 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_floating(tensor) and not (state := state_of(tensor)).is_finite:
                 owner, _, own = name.rpartition(".")
-                self._mark(tensor, self._given(state, f"was in the model's {name!r}", Place(owner, False), own, tensor))
+                found = self._given(state, f"was in the model's {name!r}", Place(owner, False), own, tensor)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                self._mark(tensor, replace(found, source=HELD) if is_parameter else found)
 
     def origin_of(self, tree: Any) -> Origin | None:
         """The earliest origin of what is non-finite in a tree; None where all is finite.
@@ -158,7 +161,7 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
             for tensor, was in zip(call.inputs, call.states, strict=True)
             if not was.is_finite
         ]
-        made = [origin for origin in sources if origin.source == MADE]
+        made = [origin for origin in sources if origin.source in (MADE, HELD)]
         if made:
             return min(made, key=lambda origin: origin.order)
         nan_came_in = any(was.has_nan for was in call.states)

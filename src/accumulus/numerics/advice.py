@@ -157,7 +157,7 @@ def of_origin(evidence: Evidence) -> Iterator[Finding]:
 
 def remedy_of(origin: Origin, evidence: Evidence) -> str:
     """What to do about an operator that makes NaN or infinity."""
-    if origin.source == "given":
+    if origin.source in ("given", "held"):
         return "Look at the data before the model, and at the state that was loaded."
     if origin.operator in ("to_copy", "add", "masked_fill") and "finfo" in origin.note:
         return "Write the mask with torch.finfo(scores.dtype).min, or as a bool mask."

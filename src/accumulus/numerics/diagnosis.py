@@ -17,7 +17,7 @@ from accumulus.numerics.payoff import measure_payoff
 from accumulus.numerics.ranges import RangeRow, RangeWatch
 from accumulus.numerics.report import NumericsReport
 from accumulus.numerics.scales import find_scales
-from accumulus.numerics.subject import Subject, make_subject, same_random_state
+from accumulus.numerics.subject import Subject, all_as_before, make_subject
 from accumulus.numerics.trace import DtypeTrace, TraceTable, short
 from accumulus.origin import Origin, OriginWatch, trace_origin
 from accumulus.precision import Precision
@@ -87,7 +87,7 @@ def diagnose(
     )
     check_number("max_steps", max_steps, 1)
     check_number("sample", sample, 1)
-    with same_random_state(subject.device):
+    with all_as_before(subject.model, subject.device):
         taken = take(batches, max_steps)
         return examine(subject, taken, sample=sample, underflow_ratio=underflow_ratio, rounds=rounds)
 

@@ -27,7 +27,7 @@ from accumulus.types import HALF_DTYPES, LossFn, describe
 from accumulus.update import Update
 from accumulus.window import Totals, WindowRules
 
-__all__ = ["Subject", "make_subject", "same_random_state"]
+__all__ = ["Subject", "all_as_before", "make_subject"]
 
 Look = Callable[[Any], object]
 
@@ -244,12 +244,18 @@ def from_step(step: TrainStep, precision: str | Precision | None, others: Sequen
 
 
 @contextmanager
-def same_random_state(device: torch.device) -> Iterator[None]:
-    """Puts every random state back as it was: torch's on CPU and device, Python's and numpy's."""
+def all_as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Puts back every random state: torch's on CPU and device, Python's and numpy's; and the model's gradients.
+
+    Copies are run and not the model, but a loss function may hold it and run it after all.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     before = random_state(device), random.getstate(), np.random.get_state()
     try:
         yield
     finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         set_random_state(before[0], device)
         random.setstate(before[1])
         np.random.set_state(before[2])

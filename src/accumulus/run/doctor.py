@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,6 @@ def look(config: DoctorConfig, subject: Any, batches: list[Any], options: dict[s
 
 def require_page() -> None:
     """Raises `UsageError` where the drawing packages are not installed."""
-    from importlib.util import find_spec
-
     missing = [name for name in ("altair", "vl_convert") if find_spec(name) is None]
     if missing:
         raise UsageError(f"--page needs {' and '.join(missing)}; install them with: pip install 'accumulus[plot]'")
