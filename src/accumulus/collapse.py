@@ -45,7 +45,7 @@ def find_cause(
         if all_finite:
             return (
                 f"only at this scale: at {tried:g} this batch's gradients are finite; use a loss scale of at most that"
-                f"{by(trace, scale, f'at {scale:g} ')}"
+                f"{by(trace, scale, f'; at {scale:g}, ')}"
             )
     return (
         f"non-finite at any scale: the loss is finite but its gradient is not, from {scale:g} down to {tried:g}"
@@ -54,19 +54,19 @@ def find_cause(
     )
 
 
-def by(trace: Callable[[float], object], scale: float, when: str = "") -> str:
+def by(trace: Callable[[float], object], scale: float, lead: str = ": ") -> str:
     """Who made the first non-finite value, as a clause to append; empty where nobody is known.
 
     Args:
         trace: as in `find_cause`.
         scale: at which loss scale.
-        when: goes before what was found.
+        lead: goes before what was found.
     """
     try:
         origin = trace(scale)
     except Exception as error:  # it runs the user's code in an unusual way, and must not hide what is known already
         return f" (which operator made it could not be traced: {type(error).__name__}: {error})"
-    return "" if origin is None else f": {when}{origin}"
+    return "" if origin is None else f"{lead}{origin}"
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
                 note += ": a row in which everything is masked; leave one position open, or mask with a finite number"
         elif any(map(math.isnan, call.numbers)):
             note = "a constant of it is NaN"
-        elif (low := lowest(call)) is not None:
+        elif not self.whereabouts.here.is_backward and (low := lowest(call)) is not None:
             note = f"{low:.3g} is no number of {short(output.dtype)}: use torch.finfo(x.dtype).min in a mask"
         here = self.whereabouts.here
         return Origin(

@@ -128,7 +128,8 @@ def examine(
     chosen = subject.scale if scales is None else scales.chosen
     origin, only_above = (None, None) if seen.problem else find_first(subject, batches, chosen)
     evidence = replace(gathered, scales=scales, origin=origin, only_above=only_above)
-    is_timed = rounds > 0 and subject.precision.compute is not None and origin is None and not seen.problem
+    runs_well = (origin is None or only_above is not None) and not seen.problem
+    is_timed = rounds > 0 and subject.precision.compute is not None and runs_well
     return NumericsReport(
         precision=str(subject.precision) if form is None or subject.precision.compute else f"{form.name} parameters",
         device=str(subject.device),
