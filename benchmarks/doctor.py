@@ -1,7 +1,7 @@
 """What watching ranges costs a training step: on, and after it has been removed.
 
-The built-in task's model, forward, backward, clip and fused AdamW; a watch on every module, parameter and optimizer step,
-with the sample that `diagnose` takes.
+The built-in task's model, forward, backward, clip and AdamW; a watch on every module, parameter and optimizer step, with
+the sample that `diagnose` takes.
 """
 
 from __future__ import annotations

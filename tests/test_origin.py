@@ -232,3 +232,27 @@ def test_a_trace_that_fails_hides_nothing(monkeypatch):
     monkeypatch.setattr("accumulus.step.trace_origin", broken)
     with pytest.raises(acc.ScaleCollapseError, match="the loss itself is NaN.*could not be traced: ValueError: no way"):
         step(torch.randn(4, 6))
+
+
+def test_a_finite_write_to_a_part_leaves_the_blame_for_the_rest():
+    def patched(x):
+        x = (x.abs() + 1000).exp()
+        y = x.clone()
+        y[0] = 1.0
+        return y
+
+    origin = trace(deep(patched, 2))
+    assert (origin.module, origin.operator) == ("4", "exp")
+
+
+def test_sparse_gradients():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.bad = nn.Embedding(5, 3, sparse=True), Do(lambda x: (x * 0).sqrt())
+
+        def forward(self, tokens):
+            return self.bad(self.table(tokens))
+
+    origin = trace(Rows(), torch.tensor([1, 2, 2]))
+    assert origin.module == "bad" and origin.is_backward

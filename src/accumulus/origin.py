@@ -105,7 +105,7 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._origins: dict[int, Origin] = {}  # by where the data lies
-        self._alive: list[Any] = []  # storages of the above: an address must not be given out again
+        self._earliest_made: Origin | None = None
         self._num_operators = 0
         self.taken_in: list[Origin] = []
         """Infinities that were made from finite numbers and that a softmax took for a mask."""
@@ -124,8 +124,9 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         """
         found = []
         for tensor in tensors_in(tree):
+            tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
             if is_floating(tensor) and not (state := state_of(tensor)).is_finite:
-                known = self._origins.get(address(tensor))
+                known = self._origins.get(address(tensor)) or self._earliest_made
                 found.append(known or self._given(state, "came with the batch", Place("", False), "nothing", tensor))
         return min(found, key=lambda origin: origin.order, default=None)
 
@@ -146,7 +147,10 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
                 continue  # a view of what is known
             state = state_of(output)
             if state.is_finite:
-                self._origins.pop(address(output), None)
+                # What writes to a part of a tensor leaves the blame for the rest. A new tensor at an old one's address
+                # gets an entry of its own, or none.
+                if not writes or covers_its_data(output):
+                    self._origins.pop(address(output), None)
                 self._note_mask(name, inputs)
                 continue
             states = before if before is not None else [state_of(tensor) for tensor in inputs]
@@ -178,7 +182,7 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         elif not self.whereabouts.here.is_backward and (low := lowest(call)) is not None:
             note = f"{low:.3g} is no number of {short(output.dtype)}: use torch.finfo(x.dtype).min in a mask"
         here = self.whereabouts.here
-        return Origin(
+        found = Origin(
             value=value_of(output, state),
             source=WRITTEN if is_written else MADE,
             module=here.module,
@@ -192,6 +196,9 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
             order=self._num_operators,
             note=note,
         )
+        if not is_written and self._earliest_made is None:
+            self._earliest_made = found
+        return found
 
     def _origin_of_input(self, call: Call, tensor: Tensor, state: State) -> Origin:
         known = self._origins.get(address(tensor))
@@ -214,7 +221,6 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _mark(self, tensor: Tensor, origin: Origin) -> None:
         self._origins[address(tensor)] = origin
-        self._alive.append(tensor.untyped_storage())
 
     def _note_mask(self, name: str, inputs: Sequence[Tensor]) -> None:
         if not self._origins or not name.startswith(NORMALIZERS) or name.endswith(("backward", "backward_data")):
@@ -281,6 +287,11 @@ def value_of(tensor: Tensor, state: State) -> str:
     if state.has_nan:
         return "NaN"
     return "inf" if bool((tensor.detach() == math.inf).any()) else "-inf"
+
+
+def covers_its_data(tensor: Tensor) -> bool:
+    """Whether a tensor is no view of a part of another."""
+    return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
 
 
 def address(tensor: Tensor) -> int:

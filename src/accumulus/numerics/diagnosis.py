@@ -52,7 +52,7 @@ def diagnose(
         loss_fn: of model and micro-batch; a model needs it.
         optimizer: of the model; without one, updates are not looked at.
         precision: what to ask about; by default the step's own, for a model "fp16" or what its parameters are.
-        microbatch: samples a micro-batch; by default whole batches. A step has its own.
+        microbatch: samples a micro-batch, as for a step; by default the step's own, for a model whole batches.
         collate: makes a micro-batch of a list of samples.
         max_steps: batches to look at.
         sample: numbers counted of a tensor at most; its largest is taken of all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,9 +121,7 @@ class Subject:
         parts = Microbatches(batch, self.split, self.device, collate=self.collate)
         optimizer = self.optimizer if self.optimizer is not None else torch.optim.SGD(self.model.parameters(), lr=0.0)
         rules = WindowRules(
-            self.precision.region(self.device)
-            if self.precision.compute or self.precision.name == "tf32"
-            else nullcontext(),
+            self.precision.region(self.device),
             autocast_device=self.device.type if self.precision.compute else None,
             scale=lambda: scale,
             guard=Guard(self.model, optimizer),
@@ -187,7 +185,8 @@ def make_subject(
         LossError, OptimizerError, PrecisionError: arguments that cannot work, or that the step already has.
     """
     if isinstance(step_or_model, TrainStep):
-        return from_step(step_or_model, precision, (loss_fn, optimizer, microbatch, collate))
+        subject = from_step(step_or_model, precision, (loss_fn, optimizer, collate))
+        return subject if microbatch is None else replace(subject, split=choose_split(microbatch))
     model = step_or_model
     if not isinstance(model, nn.Module):
         raise OptimizerError(f"give a TrainStep, or a torch.nn.Module with loss_fn=, not {describe(model)}")
@@ -222,7 +221,7 @@ def make_subject(
 def from_step(step: TrainStep, precision: str | Precision | None, others: Sequence[Any]) -> Subject:
     """What a step trains, in its own precision or in another."""
     if any(value is not None for value in others):
-        raise LossError("a TrainStep has its own loss_fn, optimizer, microbatch and collate; leave them out")
+        raise LossError("a TrainStep has its own loss_fn, optimizer and collate; leave them out")
     chosen = step.precision if precision is None else Precision.parse(precision, step.device)
     scale = step.loss_scale
     if chosen.needs_loss_scale and isinstance(scale, NoScale) and chosen != step.precision:
