@@ -1,6 +1,6 @@
 """What watching ranges costs a training step: on, and after it has been removed.
 
-The built-in task's model, forward, backward, clip and AdamW; a watch on every module, parameter and optimizer step, with
+The built-in task: forward, backward, clip and AdamW; a watch on every module, parameter and optimizer step, with
 the sample that `diagnose` takes.
 """
 

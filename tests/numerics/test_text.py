@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 import accumulus as acc
@@ -19,9 +20,12 @@ def test_findings_are_numbered_and_say_what_to_change():
 
 
 def test_no_finding_is_said():
-    report = acc.diagnose(nn.Linear(8, 1), rows(), loss_fn=squares, precision="fp16", rounds=1)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    report = acc.diagnose(model, rows(), loss_fn=squares, optimizer=optimizer, precision="fp16", rounds=1)
     lines = str(report).splitlines()
     assert lines[0].endswith("no finding")
     assert lines[1].startswith("loss scale: fp16: every scale from 2^")
-    assert "does not pay here" in lines[2] or "pays here" in lines[2]
-    assert lines[3].startswith("Ranges are of 3 steps of a copy in float32")
+    assert lines[2].startswith("updates: if weights were held in bf16, ") and "would round to nothing" in lines[2]
+    assert "does not pay here" in lines[3] or "pays here" in lines[3]
+    assert lines[4].startswith("Ranges are of 3 steps of a copy in float32")

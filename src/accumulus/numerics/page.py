@@ -16,7 +16,7 @@ from accumulus.numerics.formats import E4M3, E5M2, FP16, Format
 from accumulus.numerics.ranges import KINDS, RangeRow
 from accumulus.numerics.result import Diagnosis
 from accumulus.numerics.scales import power
-from accumulus.numerics.tables import DTYPE_HEADS, RANGE_HEADS, cast_cells, range_cells, use_cells
+from accumulus.numerics.tables import DTYPE_HEADS, RANGE_HEADS, cast_cells, describe_updates, range_cells, use_cells
 
 __all__ = ["require_charts", "to_page"]
 
@@ -70,13 +70,20 @@ def to_page(report: Diagnosis) -> str:
         title=f"Numerics in {html.escape(report.precision)}: {found}",
         subtitle=html.escape(f"{report.num_steps} steps on {report.device}, loss scale {power(report.loss_scale)}"),
         findings=findings_of(report),
-        summary=" ".join(html.escape(f"{text}.") for text in (report.scales, report.payoff) if text is not None),
+        summary="<br>".join(html.escape(f"{text}.") for text in summaries(report)),
         figures="\n".join(figure_of(report, kind) for kind in kinds),
         tables=tables_of(report),
         notes="".join(f"<li>{html.escape(note)}</li>" for note in report.notes),
         library=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
         specs=as_script(specs),
     )
+
+
+def summaries(report: Diagnosis) -> list[str]:
+    """The loss scale, the updates and the payoff, as far as there are any, in a sentence each."""
+    scales = "" if report.scales is None else f"loss scale, {report.scales}"
+    found = (scales, describe_updates(report.rows), "" if report.payoff is None else str(report.payoff))
+    return [text for text in found if text]
 
 
 def make_chart(report: Diagnosis, kind: str) -> dict[str, Any]:

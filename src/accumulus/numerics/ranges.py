@@ -105,7 +105,8 @@ class RangeWatch:
 
     Args:
         model: what to watch.
-        optimizer: whose steps to watch, for updates; None for none.
+        optimizer: whose steps to watch, for updates; None for none. A fused optimizer with hooks on its step is driven
+            as any other while the watch is on: unscaling and clipping take a pass of their own.
         sample: how many numbers of a tensor are counted at most, evenly spread over it. Its largest is of all.
         every: watch each so many forward passes (with their backward) and optimizer steps.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accumulus.numerics.result import Diagnosis
+from accumulus.numerics.tables import describe_updates
 from accumulus.numerics.text import to_text
 
 __all__ = ["NumericsReport"]
@@ -32,6 +33,11 @@ class NumericsReport(Diagnosis):
 
     def __str__(self) -> str:
         return to_text(self)
+
+    @property
+    def updates(self) -> str:
+        """How much of the updates bf16 weights would keep, in a sentence; empty where no update was seen."""
+        return describe_updates(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as plain values, which JSON takes.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from accumulus.numerics.formats import BF16, E4M3, E5M2, FP16
 from accumulus.numerics.ranges import RangeRow
 from accumulus.numerics.trace import Cast, OperatorUse
 from accumulus.units import format_bytes
 
-__all__ = ["DTYPE_HEADS", "RANGE_HEADS", "cast_cells", "percent", "range_cells", "use_cells"]
+__all__ = ["DTYPE_HEADS", "RANGE_HEADS", "cast_cells", "describe_updates", "percent", "range_cells", "use_cells"]
 
 RANGE_HEADS = (
     "layer",
@@ -63,6 +67,20 @@ def range_cells(row: RangeRow, loss_scale: float) -> list[str]:
         percent(histogram.overflow_ratio(E5M2)) or beyond[E5M2],
         percent(row.num_still[0] / max(histogram.num_nonzero, 1)) if row.kind == "update" else "",
     ]
+
+
+def describe_updates(rows: Sequence[RangeRow]) -> str:
+    """How much of the updates 16-bit weights would keep, in a sentence; empty where no update was seen."""
+    updates = [row for row in rows if row.kind == "update" and row.histogram.num_nonzero]
+    if not updates:
+        return ""
+    changed = sum(row.histogram.num_nonzero for row in updates)
+    still = sum(row.num_still[0] for row in updates) / changed
+    worst = max(updates, key=lambda row: row.still_ratio(torch.bfloat16))
+    return (
+        f"updates: if weights were held in bf16, {percent(still) or 'none'} of the changes would round to nothing"
+        + (f", {percent(worst.still_ratio(torch.bfloat16))} of those of {worst.name}" if still else "")
+    )
 
 
 def use_cells(use: OperatorUse) -> list[str]:

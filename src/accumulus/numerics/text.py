@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accumulus.numerics.result import Diagnosis
+from accumulus.numerics.tables import describe_updates
 
 __all__ = ["to_text"]
 
@@ -15,6 +16,7 @@ def to_text(report: Diagnosis) -> str:
     lines += [f"{number}. {finding}" for number, finding in enumerate(report.findings, 1)]
     if report.scales is not None:
         lines.append(f"loss scale: {report.scales}")
+    lines += [text] if (text := describe_updates(report.rows)) else []
     if report.payoff is not None:
         lines.append(str(report.payoff))
     return "\n".join([*lines, *report.notes])

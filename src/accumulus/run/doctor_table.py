@@ -36,6 +36,8 @@ def show_report(console: Console, report: NumericsReport, *, task: str, num_rows
     show_findings(console, report)
     if report.scales is not None:
         say(console, f"\nloss scale, {report.scales}")
+    if report.updates:
+        say(console, report.updates)
     show_ranges(console, report, num_rows)
     show_dtypes(console, report, num_rows)
     if report.payoff is not None:
