@@ -13,6 +13,7 @@ import torch
 from accumulus.numerics.subject import Subject
 from accumulus.numerics.trace import TraceTable
 from accumulus.precision import Precision, fastest
+from accumulus.units import format_bytes
 
 __all__ = ["Payoff", "measure_payoff"]
 
@@ -138,5 +139,5 @@ def reasons(subject: Subject, trace: TraceTable, small: float) -> tuple[str, ...
     casts = sum(cast.num_bytes for cast in trace.casts)
     outputs = sum(use.num_bytes for use in trace.uses) or 1
     if casts > outputs / 4:
-        found.append(f"casts move {casts / outputs:.0%} as many bytes as all operators write")
+        found.append(f"casts read and write {format_bytes(casts)} where all operators write {format_bytes(outputs)}")
     return tuple(found)
