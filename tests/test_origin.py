@@ -125,7 +125,7 @@ def test_a_minimum_that_a_dtype_cannot_hold(dtype):
         watch.whereabouts.note(loss)
         loss.backward()
     assert watch.origin_of([p.grad for p in model.parameters()]) is None
-    assert {(origin.module, origin.operator, origin.value) for origin in watch.taken_in} == {("1", "to_copy", "-inf")}
+    assert {(origin.module, origin.operator, origin.value) for origin in watch.infinities} == {("1", "to_copy", "-inf")}
     origin = trace(nn.Sequential(model[0], Do(lambda x: mask(x.to(dtype), torch.ones(4, 4)))), x)
     assert origin.operator == "to_copy" and "torch.finfo" in origin.note
 

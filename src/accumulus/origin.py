@@ -24,8 +24,6 @@ MADE, HELD, GIVEN, WRITTEN = "made", "held", "given", "written"
 masks."""
 
 WITHOUT_DATA = ("empty", "new_empty")
-NORMALIZERS = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product")
-"""Operators for which an input of -inf is a mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +105,9 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         self._origins: dict[int, Origin] = {}  # by where the data lies
         self._earliest_made: Origin | None = None
         self._num_operators = 0
-        self.taken_in: list[Origin] = []
-        """Infinities that were made from finite numbers and that a softmax took for a mask."""
+        self.infinities: list[Origin] = []
+        """Infinities that were made from finite numbers in the forward pass, one a module and operator. What
+        comes after may hide them: a softmax takes -inf for a mask, 1 / inf is 0."""
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_floating(tensor) and not (state := state_of(tensor)).is_finite:
                 owner, _, own = name.rpartition(".")
@@ -151,7 +150,6 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
                 # gets an entry of its own, or none.
                 if not writes or covers_its_data(output):
                     self._origins.pop(address(output), None)
-                self._note_mask(name, inputs)
                 continue
             states = before if before is not None else [state_of(tensor) for tensor in inputs]
             call = Call(name, inputs, states, shown, numbers_in((args, kwargs)))
@@ -196,9 +194,15 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
             order=self._num_operators,
             note=note,
         )
-        if not is_written and self._earliest_made is None:
-            self._earliest_made = found
+        if not is_written:
+            self._note_made(found)
         return found
+
+    def _note_made(self, found: Origin) -> None:
+        self._earliest_made = self._earliest_made or found
+        known = {(origin.module, origin.operator) for origin in self.infinities}
+        if found.value != "NaN" and not found.is_backward and (found.module, found.operator) not in known:
+            self.infinities.append(found)
 
     def _origin_of_input(self, call: Call, tensor: Tensor, state: State) -> Origin:
         known = self._origins.get(address(tensor))
@@ -221,14 +225,6 @@ class OriginWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _mark(self, tensor: Tensor, origin: Origin) -> None:
         self._origins[address(tensor)] = origin
-
-    def _note_mask(self, name: str, inputs: Sequence[Tensor]) -> None:
-        if not self._origins or not name.startswith(NORMALIZERS) or name.endswith(("backward", "backward_data")):
-            return
-        for tensor in inputs:
-            origin = self._origins.get(address(tensor))
-            if origin is not None and origin.source == MADE and origin not in self.taken_in:
-                self.taken_in.append(origin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,19 @@ def test_a_row_that_masks_everything():
     assert finding.module == "0.scores" and "softmax" in finding.text and "masked" in finding.text
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x / (x.half() * 600).square().mean(-1, keepdim=True).add(1e-6).sqrt(),  # a norm in fp16
+        lambda x: (x.half().abs() * -9e4).softmax(-1).float(),
+    ],
+)
+def test_an_overflow_that_what_follows_hides(function):
+    model = nn.Sequential(nn.Linear(8, 8), Run(function), nn.Linear(8, 1))
+    finding = named(diagnose(model, rows(), precision="fp16"), "hidden overflow")
+    assert finding.module == "1" and "inf made by '1'" in finding.text and "float32" in finding.change
+
+
 def test_at_most_ten_worst_first():
     report = diagnose(
         nn.Sequential(

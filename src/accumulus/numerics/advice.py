@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
 
-from accumulus.numerics.formats import BF16, FP16, Format, format_of
+from accumulus.numerics.evidence import Evidence, Finding
+from accumulus.numerics.formats import BF16, FP16
 from accumulus.numerics.ranges import RangeRow
-from accumulus.numerics.scales import Scales, layer_of, power
-from accumulus.numerics.subject import Subject
-from accumulus.numerics.trace import TraceTable
+from accumulus.numerics.scales import layer_of, power
 from accumulus.origin import Origin
 from accumulus.together import members
 from accumulus.types import HALF_DTYPES
 
-__all__ = ["Evidence", "Finding", "find"]
+__all__ = ["find"]
 
 MOST = 10
 SURE, LIKELY, POSSIBLE = "certain", "likely", "possible"
@@ -33,95 +29,8 @@ LOST = 0.1
 STILL = 0.5
 """Share of a weight's elements that may stand still."""
 
-ROUNDING = 2.0**-18
-"""A sum this small against its terms is what float32's rounding left of zero."""
-
 BLURRED = 0.1
 """Rounding of a softmax's largest logits that changes a probability by 10 %."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One piece of advice.
-
-    Args:
-        kind: what is wrong, in a word or two.
-        module: path of the module or parameter; empty for the loss function or the whole.
-        figure: the number it rests on.
-        text: what is the matter, as a sentence.
-        change: what to do about it, as a sentence.
-        sureness: "certain", "likely" or "possible".
-        severity: orders the findings.
-    """
-
-    kind: str
-    module: str
-    figure: str
-    text: str
-    change: str
-    sureness: str
-    severity: int
-
-    def __str__(self) -> str:
-        return f"{self.text} {self.change} ({self.sureness})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "sentence": str(self)}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Evidence:
-    """Everything that findings rest on.
-
-    Args:
-        subject: what was diagnosed.
-        rows: its ranges, at scale 1.
-        trace: its dtypes.
-        scales: the window in the format that it computes in; None where no gradient flows in one.
-        origin: of the first non-finite value; None where all was finite.
-        only_above: the present loss scale, where only that is too large.
-        taken_in: infinities that were made from finite numbers and taken for a mask.
-    """
-
-    subject: Subject
-    rows: Sequence[RangeRow]
-    trace: TraceTable
-    scales: Scales | None
-    origin: Origin | None
-    only_above: float | None
-    taken_in: Sequence[Origin]
-
-    @property
-    def form(self) -> Format | None:
-        """The 16-bit format that it computes in."""
-        dtype = self.subject.narrow_dtype
-        return None if dtype is None else format_of(dtype)
-
-    def is_narrow(self, row: RangeRow) -> bool:
-        """Whether a row's numbers flow in 16 bits when the model runs in its precision."""
-        name = layer_of(row)
-        if not self.trace.outputs or self.form is None:  # it could not be run, or is asked about before it is
-            return True
-        if name not in self.trace.outputs:  # a parameter that belongs to no module with an output of its own
-            return row.kind == "weight gradient"
-        return self.trace.outputs[name] in ("float16", "bfloat16")
-
-    def counts(self, row: RangeRow) -> bool:
-        """Whether a gradient must survive 16 bits: it flows in them, and is more than rounding.
-
-        A bias that changes nothing, as a key's before a softmax, has a gradient of zero, of which float32 leaves some
-        rounding of the sum over its layer's gradients.
-        """
-        if not self.is_narrow(row):
-            return False
-        of_layer = self._largest_gradients.get(layer_of(row), 0.0)
-        is_rounding = row.name.endswith("bias") and row.histogram.largest < ROUNDING * of_layer
-        return not (row.kind == "weight gradient" and is_rounding)
-
-    @cached_property
-    def _largest_gradients(self) -> dict[str, float]:
-        return {row.name: row.histogram.largest for row in self.rows if row.kind == "activation gradient"}
 
 
 def find(evidence: Evidence) -> tuple[Finding, ...]:
@@ -340,23 +249,35 @@ def of_standing_still(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def of_masks(evidence: Evidence) -> Iterator[Finding]:
-    """A mask's finite minimum that 16 bits turn into -inf."""
-    for origin in evidence.taken_in[:1]:
-        if origin.value != "-inf" or origin.is_backward or origin.dtype not in ("float16", "bfloat16"):
-            continue
-        yield Finding(
-            kind="mask minimum",
-            module=origin.module,
-            figure=origin.inputs[0] if origin.inputs else "-inf",
-            text=(
-                f"The mask in {place(origin.module)} has a minimum that {origin.dtype} cannot hold: {origin.operator} "
-                "makes -inf of it. A row in which everything is masked becomes NaN."
-            ),
-            change="Write the mask with torch.finfo(scores.dtype).min, or as a bool mask.",
-            sureness=LIKELY,
-            severity=50,
-        )
+def of_hidden(evidence: Evidence) -> Iterator[Finding]:
+    """Infinities that 16 bits make and what follows hides: masks with a minimum that is none, and overflows."""
+    narrow = [origin for origin in evidence.infinities if origin.dtype in ("float16", "bfloat16")]
+    if evidence.origin is not None and not evidence.origin.is_backward:
+        return  # it has been named
+    for origin in narrow:
+        if "finfo" in origin.note:
+            yield Finding(
+                kind="mask minimum",
+                module=origin.module,
+                figure=origin.inputs[0],
+                text=(
+                    f"The mask in {place(origin.module)} has a minimum that {origin.dtype} cannot hold: "
+                    f"{origin.operator} makes -inf of it. A row in which everything is masked becomes NaN."
+                ),
+                change="Write the mask with torch.finfo(scores.dtype).min, or as a bool mask.",
+                sureness=LIKELY,
+                severity=50,
+            )
+        elif not origin.operator.startswith("log"):  # the log of a mask is a mask
+            yield Finding(
+                kind="hidden overflow",
+                module=origin.module,
+                figure=f"{origin.value} in {origin.dtype}",
+                text=f"{sentence(str(origin))} The loss stays finite: what comes after takes it for a number.",
+                change="Run this operator in float32 (x.float()), or scale its inputs down; bf16 has float32's range.",
+                sureness=SURE,
+                severity=92,
+            )
 
 
 RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
@@ -367,7 +288,7 @@ RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     of_softmax,
     of_vanishing,
     of_activations,
-    of_masks,
+    of_hidden,
 )
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from accumulus.errors import AccumulusError, BatchError
-from accumulus.numerics.advice import Evidence, find
+from accumulus.numerics.advice import find
+from accumulus.numerics.evidence import Evidence
 from accumulus.numerics.formats import FP16, format_of
 from accumulus.numerics.payoff import measure_payoff
 from accumulus.numerics.ranges import RangeRow, RangeWatch
@@ -117,7 +118,7 @@ def examine(
         scales=None,
         origin=None,
         only_above=None,
-        taken_in=seen.taken_in,
+        infinities=seen.infinities,
     )
     scales = find_scales(
         rows,
@@ -152,19 +153,19 @@ class Operators:
 
     Args:
         trace: which ran in which dtype.
-        taken_in: infinities that a softmax took for a mask.
+        infinities: made from finite numbers in the forward pass.
         problem: why the batch does not run in the precision, in a sentence; empty where it does.
     """
 
     trace: TraceTable
-    taken_in: list[Origin]
+    infinities: list[Origin]
     problem: str = ""
 
 
 def look_at_operators(subject: Subject, batch: Any) -> Operators:
     """Runs a batch in its precision, or says why that cannot be: a device need not have every operator in 16 bits."""
     try:
-        trace, taken_in = trace_operators(subject, batch)
+        trace, infinities = trace_operators(subject, batch)
     except RuntimeError as error:
         if subject.narrow_dtype is None or isinstance(error, AccumulusError):
             raise
@@ -174,9 +175,9 @@ def look_at_operators(subject: Subject, batch: Any) -> Operators:
             "not looked at, and the rest follows from the ranges."
         )
         return Operators(
-            trace=TraceTable(uses=(), casts=(), products=(), peaks=(), outputs={}), taken_in=[], problem=problem
+            trace=TraceTable(uses=(), casts=(), products=(), peaks=(), outputs={}), infinities=[], problem=problem
         )
-    return Operators(trace=trace, taken_in=taken_in)
+    return Operators(trace=trace, infinities=infinities)
 
 
 def count_ranges(subject: Subject, batches: list[Any], sample: int) -> tuple[list[RangeRow], tuple[str, ...]]:
@@ -213,10 +214,10 @@ def watch(copied: Subject, batches: list[Any], sample: int) -> list[RangeRow]:
 
 
 def trace_operators(subject: Subject, batch: Any) -> tuple[TraceTable, list[Origin]]:
-    """A batch in its precision, twice: which operator ran in which dtype, and which masks became infinite.
+    """A batch in its precision, twice: which operator ran in which dtype, and which made infinities.
 
     Returns:
-        The table, and the infinities that a softmax took in.
+        The table, and the infinities that were made from finite numbers.
     """
     copied = subject.copied()
     with DtypeTrace(copied.model) as trace:
@@ -226,7 +227,7 @@ def trace_operators(subject: Subject, batch: Any) -> tuple[TraceTable, list[Orig
         return trace.table(), []
     with OriginWatch(copied.model) as origins:
         copied.run(batch, scale=subject.scale, look=origins.whereabouts.note)
-    return trace.table(), origins.taken_in
+    return trace.table(), origins.infinities
 
 
 def find_first(subject: Subject, batches: list[Any], chosen: float) -> tuple[Origin | None, float | None]:

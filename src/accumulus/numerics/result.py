@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accumulus.numerics.advice import Finding
+from accumulus.numerics.evidence import Finding
 from accumulus.numerics.payoff import Payoff
 from accumulus.numerics.ranges import RangeRow
 from accumulus.numerics.scales import Scales
