@@ -19,8 +19,8 @@ from accumulus import AccumulusError, NumericsReport, Precision, PrecisionError,
 from accumulus.errors import UsageError
 from accumulus.run.batches import Batches
 from accumulus.run.build import choose_precision
-from accumulus.run.config import PlanConfig
 from accumulus.run.parts import collate_of
+from accumulus.run.plan_config import PlanConfig
 from accumulus.run.plan_measures import Job, explain_shortfall
 from accumulus.run.plan_result import Plan
 from accumulus.run.plan_rows import Choice, choose, make_rows
