@@ -58,7 +58,9 @@ def test_no_scale_serves_what_lies_too_far_apart():
 def test_the_chosen_scale_leaves_room_above():
     scales = find(row("a", torch.full((9,), 1e-3)))
     assert scales.chosen == scales.high / 16
-    assert find(row("a", torch.full((9,), 1e-3)), form=BF16).chosen == 1.0
+    wide = find(row("a", torch.full((9,), 1e-3)), form=BF16)
+    assert wide.chosen == 1.0
+    assert str(find(row("a", torch.ones(9)), form=BF16)) == "bf16: any scale serves all layers; it would take 2^0"
 
 
 def test_a_layer_is_its_parameters_and_its_output():

@@ -31,7 +31,7 @@ def report():
 
 def test_it_shows_everything_in_80_columns(report):
     text = shown(report)
-    assert text.startswith("mine in bf16 on cpu, 1 steps\nNo finding.\n")
+    assert text.startswith("mine in bf16 on cpu, 1 step\nNo finding.\n")
     for part in ("loss scale, bf16", "ranges, the 3 worst of", "casts, the costly ones first", "here: a forward"):
         assert part in text
     assert all(len(line) <= 80 for line in text.splitlines())

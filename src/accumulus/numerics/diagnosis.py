@@ -186,9 +186,9 @@ def count_ranges(subject: Subject, batches: list[Any], sample: int) -> tuple[lis
     Returns:
         Rows, and sentences on how they came about.
     """
+    steps = f"{len(batches)} step{'s' if len(batches) > 1 else ''}"
     note = (
-        f"Ranges are of {len(batches)} steps of a copy in float32, at loss scale 1, sampled: at most {sample:,} "
-        "numbers of a tensor."
+        f"Ranges are of {steps} of a copy in float32, at loss scale 1, sampled: at most {sample:,} numbers of a tensor."
     )
     wide = subject.widened()
     try:

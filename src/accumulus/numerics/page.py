@@ -68,7 +68,7 @@ def to_page(report: Diagnosis) -> str:
     found = "no finding" if not count else f"{count} finding{'s' if count > 1 else ''}"
     return page.substitute(
         title=f"Numerics in {html.escape(report.precision)}: {found}",
-        subtitle=html.escape(f"{report.num_steps} steps on {report.device}, loss scale {power(report.loss_scale)}"),
+        subtitle=html.escape(f"{report.steps} on {report.device}, loss scale {power(report.loss_scale)}"),
         findings=findings_of(report),
         summary="<br>".join(html.escape(f"{text}.") for text in summaries(report)),
         figures="\n".join(figure_of(report, kind) for kind in kinds),

@@ -30,3 +30,8 @@ class Diagnosis:
     payoff: Payoff | None
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+
+    @property
+    def steps(self) -> str:
+        """How many steps there were, in words."""
+        return f"{self.num_steps} step{'s' if self.num_steps > 1 else ''}"

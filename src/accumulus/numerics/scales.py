@@ -84,6 +84,8 @@ class Scales:
         }
 
     def __str__(self) -> str:
+        if self.low <= 2.0**SMALLEST and self.high >= 2.0**LARGEST:
+            return f"{self.form}: any scale serves all layers; it would take {power(self.chosen)}"
         if self.one_serves_all:
             return (
                 f"{self.form}: every scale from {power(self.low)} to {power(self.high)} serves all layers; "

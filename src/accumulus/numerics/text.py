@@ -10,7 +10,7 @@ __all__ = ["to_text"]
 
 def to_text(report: Diagnosis) -> str:
     """The findings, the loss scale and the payoff, as lines."""
-    head = f"numerics in {report.precision} on {report.device}, {report.num_steps} steps: "
+    head = f"numerics in {report.precision} on {report.device}, {report.steps}: "
     count = len(report.findings)
     lines = [head + (f"{count} finding{'s' if count > 1 else ''}, worst first" if count else "no finding")]
     lines += [f"{number}. {finding}" for number, finding in enumerate(report.findings, 1)]

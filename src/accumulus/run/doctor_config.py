@@ -10,6 +10,7 @@ import tyro
 
 from accumulus.errors import UsageError
 from accumulus.run.config import Name, TaskConfig, check_file, check_precisions, flag
+from accumulus.run.cut import read_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class DoctorConfig(TaskConfig):
     def validate(self) -> None:
         """As `TaskConfig.validate`."""
         super().validate()
+        self.microbatch_size()
         check_precisions((self.precision,), "precision")
         for name, least in (("rows", 1), ("rounds", 0)):
             if getattr(self, name) < least:
@@ -48,3 +50,11 @@ class DoctorConfig(TaskConfig):
         check_file("page", self.page)
         if self.page is not None and Path(self.page).suffix.lower() != ".html":
             raise UsageError(f"--page {self.page}: the name must end in .html")
+
+    def microbatch_size(self) -> int:
+        """The samples of a micro-batch: at least 1, at most the batch size.
+
+        Raises:
+            UsageError: it is not a number above zero.
+        """
+        return read_size(self.microbatch, batch_size=self.batch_size)

@@ -32,7 +32,7 @@ def show_report(console: Console, report: NumericsReport, *, task: str, num_rows
         task: its name.
         num_rows: lines of each table.
     """
-    say(console, f"{task} in {report.precision} on {report.device}, {report.num_steps} steps")
+    say(console, f"{task} in {report.precision} on {report.device}, {report.steps}")
     show_findings(console, report)
     if report.scales is not None:
         say(console, f"\nloss scale, {report.scales}")
