@@ -68,7 +68,7 @@ def make_bad_paths(folder):
     ("line", "told"),
     [
         ("tarin", "did you mean train?"),
-        ("fly", "use one of train, plan, bench"),
+        ("fly", "use one of train, plan, "),
         ("train --data missing.txt", "missing.txt: no such file or folder"),
         ("train --data empty", "holds no files"),
         ("train --data binary.bin", "binary"),

@@ -298,11 +298,12 @@ def changed_options(before: TrainConfig, now: TrainConfig) -> Mapping[str, Any]:
     return {name: getattr(now, name) for name in names if getattr(before, name) != getattr(now, name)}
 
 
-def check_precisions(names: Sequence[str]) -> None:
+def check_precisions(names: Sequence[str], option: str = "precisions") -> None:
     """Refuses precisions that are unknown, and none at all.
 
     Args:
-        names: what `--precisions` gave.
+        names: what the option gave.
+        option: its name.
 
     Raises:
         UsageError: see above.
@@ -310,7 +311,7 @@ def check_precisions(names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in PRECISIONS]
     if unknown or not names:
         shown = ", ".join(map(repr, unknown)) or "nothing"
-        raise UsageError(f"--precisions: {shown} is unknown; use some of {', '.join(PRECISIONS)}")
+        raise UsageError(f"{flag(option)}: {shown} is unknown; use some of {', '.join(PRECISIONS)}")
 
 
 def check_file(name: str, path: str | None) -> None:
