@@ -26,6 +26,8 @@ NUM_STEPS = 60
 SETTLED = 20
 """Steps after which the tuning must be over; it takes about ten."""
 
+STALL = 3.0
+
 
 class Sides:
     """Steps over copies of one model, which all learn from the same batches.
@@ -77,13 +79,26 @@ class Sides:
         return seconds
 
 
+def without_stalls(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Leaves out, for both, steps after the tuning in which the machine stood still for one of them."""
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    stalled = {
+        index
+        for name, times in seconds.items()
+        for index, time_taken in enumerate(times)
+        if index >= SETTLED and time_taken > STALL * medians[name]
+    }
+    print(f"left out because the machine stood still: {sorted(stalled)}", file=sys.stderr)
+    return {name: [t for index, t in enumerate(times) if index not in stalled] for name, times in seconds.items()}
+
+
 def measure(rounds: int = 5) -> Rows:
     torch.manual_seed(0)
     precision = str(acc.Precision.parse("auto", "cpu"))
     sides = Sides(bytes_task(**SIZES), precision)
     swept = sides.sweep(rounds)
     best = min(swept, key=swept.__getitem__)
-    seconds = sides.race(best)
+    seconds = without_stalls(sides.race(best))
     settled = {name: statistics.median(times[SETTLED:]) for name, times in seconds.items()}
     what, against = f"`bytes`, batch {BATCH_SIZE}, {precision}", f"the best fixed size of a sweep ({best})"
     return [

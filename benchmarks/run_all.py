@@ -17,7 +17,7 @@ from timing import Rows, show
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
-SCRIPTS = ("overhead", "streaming", "update", "norm", "low_precision", "memory", "tokens", "auto")
+SCRIPTS = ("overhead", "streaming", "update", "norm", "low_precision", "memory", "tokens", "auto", "doctor")
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is loaded, and for the processes that tests start: two workers with two threads each would spin against
@@ -13,6 +14,12 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_collection_finish() -> None:
+    """What was loaded until now stays: the collections that the library and its tests ask for need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -101,11 +101,45 @@ def test_case_6_scale_collapse_in_silence(precision, where):
         step(torch.ones(1))
     step.state_dict()
     before = snapshot(model)
-    with pytest.raises(acc.ScaleCollapseError, match="6 steps in a row.*non-finite at any scale: the loss itself"):
+    with pytest.raises(
+        acc.ScaleCollapseError, match="6 steps in a row.*non-finite at any scale: the loss itself.*made by"
+    ):
         for _ in range(7):
             step(torch.ones(1))
-    assert len(calls) == 2 + 6 + 1  # the last one is the second look at it
+    assert len(calls) == 2 + 6 + 2  # a second look at the last one, and one at its operators
     assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_case_6_names_the_module_that_made_it(precision, where):
+    """A NaN from step 3 on, made in one layer's forward or backward pass and passed on by those around it."""
+
+    class Fails(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function, self.good = function, True
+
+        def forward(self, x):
+            return x if self.good else self.function(x)
+
+    for function, says in (
+        (lambda x: torch.log(x.float() * 0 - 1), "NaN made by '2', log in the forward pass"),
+        (lambda x: torch.sqrt(x.float() * 0), "inf made by '2', div in the backward pass"),
+    ):
+        fails = Fails(function)
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), fails, nn.Linear(4, 1))
+        scale = acc.DynamicScale(max_skips=6) if precision == "fp16" else acc.NoScale(max_skips=6)
+        step = make_step(model, lambda m, x: m(x).float().square().mean(), precision=precision, loss_scale=scale)
+        for _ in range(2):
+            step(torch.ones(4, 3))
+        step.state_dict()
+        before = snapshot(model)
+        fails.good = False
+        with pytest.raises(acc.ScaleCollapseError) as caught:
+            for _ in range(7):
+                step(torch.ones(4, 3))
+        assert "non-finite at any scale" in str(caught.value) and says in str(caught.value)
+        assert_same(before, snapshot(model))
 
 
 def test_case_6_a_gradient_that_no_scale_can_mend():

@@ -49,6 +49,8 @@ def test_the_two_commands_come_first():
         "memory.recover",
         "memory.tune",
         "microbatch",
+        "numerics.diagnosis",
+        "numerics.ranges",
         "precision",
         "scaling",
         "step",

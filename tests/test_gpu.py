@@ -244,3 +244,44 @@ def test_auto_keeps_to_its_limit_and_settles():
     assert torch.cuda.max_memory_allocated() - held <= 1.05 * limit
     assert result.choice.reason.startswith(("the smallest within 5 %", "the only size"))
     assert result.num_microbatches > 1
+
+
+def layers_with(function):
+    class Do(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), Do(), torch.nn.Linear(64, 1)).cuda()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_doctor_names_what_is_planted_and_nothing_else(precision):
+    def loss_fn(model, x):
+        return model(x).float().square().mean()
+
+    batches = [torch.randn(32, 64) for _ in range(2)]
+    for function, kinds in ((torch.nn.functional.gelu, []), (lambda x: (x * 0).sqrt(), ["non-finite"])):
+        model = layers_with(function)
+        before = torch.cuda.get_rng_state()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        report = acc.diagnose(model, batches, loss_fn=loss_fn, optimizer=optimizer, precision=precision, rounds=1)
+        assert [finding.kind for finding in report.findings] == kinds
+        assert torch.equal(before, torch.cuda.get_rng_state())
+        if kinds:
+            assert report.findings[0].module == "1" and report.origin.is_backward
+
+
+def test_a_watch_does_not_make_the_host_wait():
+    model = layers_with(torch.nn.functional.gelu)
+    x = torch.randn(32, 64, device="cuda")
+    model(x).sum().backward()
+    with acc.RangeWatch(model) as watch:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                model(x).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        rows = watch.rows()
+    assert {row.kind for row in rows} == {"activation", "activation gradient", "weight gradient"}

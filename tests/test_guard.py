@@ -137,3 +137,35 @@ def test_layers_that_renorm_their_weights_in_the_forward_pass():
     step = make_step(model, lambda m, b: m(b).mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(2):
         assert step(torch.arange(4)).applied
+
+
+def test_steps_in_threads_of_their_own():
+    """Windows open and close in one thread while another one looks at which are open."""
+    import sys
+    import threading
+
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            model = torch.nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step = acc.TrainStep(
+                model, optimizer, lambda model, x: model(x).square().mean(), precision="fp32", microbatch=2
+            )
+            for _ in range(100):
+                step(torch.ones(4, 2))
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=train) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors

@@ -31,6 +31,8 @@ LAYERS = {
     "lookahead": 2,
     "update": 2,
     "ledger": 3,
+    "whereabouts": 3,
+    "origin": 3,
     "collapse": 3,
     "rng": 3,
     "engine": 3,
@@ -39,6 +41,7 @@ LAYERS = {
     "memory": 4,
     "equivalence": 4,
     "testing": 4,
+    "numerics": 4,
     "run": 5,
     "cli": 6,
     "__main__": 7,
@@ -50,6 +53,8 @@ MAY_IMPORT_EACH_OTHER = {
     ("engine", "ledger"),  # engine.py puts the parts together, and both forms stand on it
     ("step", "engine"),
     ("step", "collapse"),
+    ("step", "origin"),
+    ("origin", "whereabouts"),
     ("stream", "engine"),
     ("stream", "rng"),
     ("equivalence", "memory"),  # a batch that does not fit is halved, and memory/failure.py tells what that looks like

@@ -160,3 +160,42 @@ def test_unknown_totals_from_weigh():
     for bad in (-1, math.nan, torch.ones(2), "three"):
         with pytest.raises(acc.WeightError):
             make_step(tokens_model(), weigh=lambda batch, bad=bad: bad)(tokens_batch([1]))
+
+
+@pytest.mark.parametrize("where", ["__enter__", "__exit__", "cache", "drop"])
+def test_an_interrupt_at_the_edge_of_a_window_leaves_the_step_usable(monkeypatch, where):
+    """Ctrl-C in the window's own code: no window stays open, no gradient lies about."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = acc.TrainStep(model, optimizer, lambda model, x: model(x).square().mean(), precision="fp32", microbatch=2)
+    armed = [True]
+
+    def interrupt(*_):
+        if armed:
+            armed.pop()
+            raise KeyboardInterrupt
+
+    if where == "cache":
+        clear = torch.clear_autocast_cache
+        monkeypatch.setattr(torch, "clear_autocast_cache", lambda: (interrupt(), clear()))
+    elif where == "drop":
+        guard = step.window.guard
+        drop = guard._drop
+        monkeypatch.setattr(guard, "_drop", lambda: (interrupt(), drop()))
+    else:
+
+        class Region:
+            def __enter__(self):
+                if where == "__enter__":
+                    interrupt()
+
+            def __exit__(self, *_):
+                if where == "__exit__":
+                    interrupt()
+
+        step.window.region = Region()
+    with pytest.raises(KeyboardInterrupt):
+        step(torch.ones(4, 2))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not step.window.is_open
+    assert step(torch.ones(4, 2)).applied

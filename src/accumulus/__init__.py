@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from accumulus.lookahead import windows
     from accumulus.memory.recover import recover_from_oom
     from accumulus.microbatch import by_count, to_device
+    from accumulus.numerics.diagnosis import diagnose
+    from accumulus.numerics.ranges import RangeWatch
+    from accumulus.numerics.report import NumericsReport
+    from accumulus.origin import Origin
     from accumulus.precision import Precision
     from accumulus.rng import random_state, set_random_state
     from accumulus.run.task import Task
@@ -50,7 +54,10 @@ _HOMES = {
     "Loss": "types",
     "Metric": "types",
     "NoScale": "scaling",
+    "NumericsReport": "numerics.report",
+    "Origin": "origin",
     "Precision": "precision",
+    "RangeWatch": "numerics.ranges",
     "StaticScale": "scaling",
     "StepResult": "types",
     "Task": "run.task",
@@ -58,6 +65,7 @@ _HOMES = {
     "by_count": "microbatch",
     "by_tokens": "grouping",
     "check": "equivalence.proof",
+    "diagnose": "numerics.diagnosis",
     "memory": "memory",
     "random_state": "rng",
     "recover_from_oom": "memory.recover",
@@ -80,10 +88,13 @@ __all__ = [
     "MemoryLimitError",
     "Metric",
     "NoScale",
+    "NumericsReport",
     "OptimizerError",
+    "Origin",
     "OutOfMemoryError",
     "Precision",
     "PrecisionError",
+    "RangeWatch",
     "ScaleCollapseError",
     "SplitError",
     "StateError",
@@ -98,6 +109,7 @@ __all__ = [
     "by_count",
     "by_tokens",
     "check",
+    "diagnose",
     "memory",
     "random_state",
     "recover_from_oom",

@@ -19,7 +19,7 @@ from accumulus.ledger import Ledger, Outcome
 from accumulus.precision import Precision
 from accumulus.scaling import DynamicScale, LossScale, NoScale
 from accumulus.together import as_one
-from accumulus.types import Optimizer, Scheduler, StepResult, describe
+from accumulus.types import Choice, Optimizer, Scheduler, StepResult, describe
 from accumulus.update import Measured, Update
 from accumulus.window import Totals, Window, WindowRules
 
@@ -67,6 +67,7 @@ class Engine:
     ) -> None:
         if not callable(getattr(model, "named_modules", None)):
             raise OptimizerError(f"model must be a torch.nn.Module, not {describe(model)}")
+        self.choice: Callable[[], Choice | None] | None = None  # of whoever chooses micro-batch sizes
         self.model, self.sync = model, choose_sync(model)
         self.device = device_of(model, device)
         self.precision = Precision.parse(precision, self.device)
@@ -145,7 +146,8 @@ class Engine:
         try:
             measured = self.update.measure(totals.divisor, totals.is_valid)
             # Before the parameters change: until here all can be run again, and afterwards nothing needs memory.
-            result = make_result(totals, measured, window.scale, num_samples=num_samples)
+            choice = None if self.choice is None else self.choice()
+            result = make_result(totals, measured, window.scale, num_samples=num_samples, choice=choice)
             outcome = Outcome(measured.all_finite, measured.applied)
             self.update.apply(measured)  # the only change of a parameter
         finally:
@@ -167,7 +169,9 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def make_result(totals: Totals, measured: Measured, scale: float, *, num_samples: int) -> StepResult:
+def make_result(
+    totals: Totals, measured: Measured, scale: float, *, num_samples: int, choice: Choice | None
+) -> StepResult:
     """The result of a step, from what its window added up to and what its update is about to do."""
     like = totals.like
     return StepResult(
@@ -183,6 +187,7 @@ def make_result(totals: Totals, measured: Measured, scale: float, *, num_samples
         metrics={name: host.as_tensor(value, like) for name, value in totals.metrics.items()},
         lr=measured.lr,
         seconds=0.0,
+        choice=choice,
     )
 
 

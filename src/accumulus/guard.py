@@ -20,8 +20,9 @@ ADVICE = (
     "function with torch.autograd.grad()"
 )
 
-watching: weakref.WeakSet[Guard] = weakref.WeakSet()
-"""The guards of all windows that are open now: two windows must not add to the same gradient."""
+watching: weakref.WeakValueDictionary[int, Guard] = weakref.WeakValueDictionary()
+"""The guards of all windows that are open now, by id: two windows must not add to the same gradient. Not a WeakSet:
+no thread may go over one while another thread, with a step of its own, adds to it."""
 
 
 class StepRefusal:
@@ -33,7 +34,7 @@ class StepRefusal:
     def __call__(self, *_: Any) -> None:
         """What the optimizer calls before it steps."""
         guard = self._guard()
-        if guard is not None and guard in watching:
+        if guard is not None and id(guard) in watching:
             raise WindowError(f"optimizer.step() was called inside a window, whose gradient is not whole yet; {ADVICE}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepRefusal:
@@ -99,11 +100,14 @@ class Guard:
                 f"{len(held)} parameters{example} already have a gradient, from another backward pass, which would be "
                 "added to this batch's; call optimizer.zero_grad() first, or return that loss as a term of this one"
             )
-        for other in watching:
-            if other is not self and not set(self.parameters()).isdisjoint(other.parameters()):
+        for reference in watching.valuerefs():
+            other = reference()
+            if other is None or other is self:
+                continue
+            if not set(self.parameters()).isdisjoint(other.parameters()):
                 raise WindowError("another open window shares parameters with this one; step or flush it first")
         self._watches = [Watch(parameter) for parameter in self._choose()]
-        watching.add(self)
+        watching[id(self)] = self
 
     def check(self) -> None:
         """Before each backward pass.
@@ -135,11 +139,18 @@ class Guard:
 
     def stop(self) -> None:
         """At the window's end: from now on the optimizer may step."""
-        watching.discard(self)
+        watching.pop(id(self), None)
 
     def discard(self) -> None:
         """Drops all gradients, and forgets what was watched."""
         self._watches = []
+        try:
+            self._drop()
+        except BaseException:  # an interrupt: a gradient that stayed would be in the way of the next step
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
         for parameter in self._parameters():
             parameter.grad = None
 

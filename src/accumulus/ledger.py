@@ -91,6 +91,7 @@ class Ledger:
         self._pending: tuple[Outcome, StepResult, Callable[[], str]] | None = None
         self.num_steps = 0
         self.num_applied = 0
+        self.num_posted = 0  # steps that were started in this process; what fails from then on is no part of the step
 
     @property
     def loss_scale(self) -> LossScale:
@@ -126,6 +127,7 @@ class Ledger:
         Raises:
             ScaleCollapseError, WeightError: as `settle`, where the outcome is already known.
         """
+        self.num_posted += 1
         try:
             self.settle()  # a window without any weight asked for no scale, so the one before it may still be open
         finally:

@@ -11,7 +11,8 @@ import copy
 import functools
 import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +22,15 @@ from accumulus.collapse import find_cause, untouched
 from accumulus.engine import Engine
 from accumulus.errors import LossError, SplitError
 from accumulus.microbatch import Microbatches, Split, choose_split
+from accumulus.origin import Origin, trace_origin
 from accumulus.precision import Precision
 from accumulus.scaling import LossScale
 from accumulus.types import Batch, LossFn, Optimizer, Scheduler, StepResult, describe
+from accumulus.window import Window
 
 __all__ = ["TrainStep"]
 
+Look = Callable[[Any], None]
 
 DRIVERS = {"auto": "accumulus.memory.auto:Auto"}
 """What runs a step's batches in place of the step itself, by the word that asks for it. By name, because it stands on
@@ -225,21 +229,65 @@ class TrainStep(Engine):
             self.driver.load_state_dict(chosen)
         super().load_state_dict({name: value for name, value in state.items() if name != "microbatch"})
 
+    def find_origin(self, batch: Batch, scale: float | None = None) -> Origin | None:
+        """Runs a batch again, operator by operator, and finds who made its first non-finite value. Changes nothing.
+
+        Args:
+            batch: as for a step; one whose step was not finite, most likely.
+            scale: the loss scale to run it at; by default the next step's.
+
+        Returns:
+            Module, operator, dtype, pass and input ranges; it prints as a sentence. None where loss and gradients are
+            finite.
+
+        Raises:
+            AccumulusError: as a step.
+
+        Cost:
+            The batch's forward and backward passes, with one test for finiteness an operator.
+        """
+        return self._trace(batch, self.split(batch), float(self.loss_scale) if scale is None else scale)
+
     def _find_cause(self, batch: Batch, parts: Microbatches, scale: float) -> str:
-        return find_cause(lambda tried: self._try(batch, parts, tried), scale)
+        return find_cause(
+            functools.partial(self._try, batch, parts), scale, functools.partial(self._trace, batch, parts)
+        )
 
     def _try(self, batch: Batch, parts: Microbatches, scale: float) -> tuple[bool, bool]:
         """Runs a batch at another loss scale and changes nothing: was the loss finite, were the gradients?"""
+        with self._trial(batch, parts, scale) as run:
+            loss = run(_look_away).totals().loss
+            return host.wait_for(host.is_finite(loss)), self.update.is_finite()
+
+    def _trace(self, batch: Batch, parts: Microbatches, scale: float) -> Origin | None:
+        """Runs a batch at another loss scale and changes nothing: who made the first non-finite value?"""
+        with self._trial(batch, parts, scale) as run:
+            held = self.window.guard.parameters()
+            return trace_origin(self.model, run, lambda: [p.grad for p in held if p.grad is not None])
+
+    @contextmanager
+    def _trial(self, batch: Batch, parts: Microbatches, scale: float) -> Iterator[Callable[[Look], Window]]:
+        """A function that runs the window, showing what each loss function returned; afterwards all is as it was."""
         rules = copy.copy(self.window)
         rules.scale = lambda: scale
-        try:
-            with untouched(self.model, self.device), rules.open(parts.sizes, batch) as window:
+
+        def run(look: Look) -> Window:
+            with rules.open(parts.sizes, batch) as window:
                 for part, _ in parts:
-                    window.backward(self.loss_fn(self.model, part))
-                loss = window.totals().loss
-            return host.wait_for(host.is_finite(loss)), self.update.is_finite()
+                    returned = self.loss_fn(self.model, part)
+                    look(returned)
+                    window.backward(returned)
+            return window
+
+        try:
+            with untouched(self.model, self.device):
+                yield run
         finally:
             self.window.guard.discard()
+
+
+def _look_away(_: Any) -> None:
+    pass
 
 
 def make_driver(step: TrainStep, microbatch: object, memory_limit: int | str | None) -> Driver | None:

@@ -163,12 +163,14 @@ class Choice:
         size: samples or tokens of a micro-batch.
         unit: "samples" or "tokens": what `size` counts.
         reason: why this size, in words.
+        is_final: no more sizes are tried, unless shapes grow.
         samples_per_second: the best speed measured with it while sizes were tried; None before that.
     """
 
     size: int
     unit: str
     reason: str
+    is_final: bool
     samples_per_second: float | None = None
 
 

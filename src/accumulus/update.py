@@ -102,7 +102,7 @@ class Update:
         self.optimizer = optimizer
         self._model = model
         self._guard = guard
-        self._max_norm = max_grad_norm
+        self.max_grad_norm = max_grad_norm
         self._max_value = max_grad_value
         if veto is not None and not callable(veto):
             raise OptimizerError(f"veto must be a function of the gradient norm, not {describe(veto)}")
@@ -212,15 +212,15 @@ class Update:
     def _measure(self, gradients: list[Tensor], divisor: Scalar) -> tuple[Scalar | None, Flag, Flag, Scalar]:
         """The true norm, whether all is finite, whether clipping bites, and the one multiplier."""
         multiplier: Scalar = 1.0 / divisor
-        if not (self._skips or self._max_norm or self._max_value or self._veto):
+        if not (self._skips or self.max_grad_norm or self._max_value or self._veto):
             return None, True, False, multiplier
         norm = norm_of(gradients) / divisor
         all_finite = host.is_finite(norm)
         clipped: Flag = False
-        if self._max_norm is not None:
-            clipped = norm > self._max_norm
+        if self.max_grad_norm is not None:
+            clipped = norm > self.max_grad_norm
             # In this form neither a norm of zero nor a bound of infinity ("only measure") makes a NaN.
-            multiplier = 1.0 / (divisor * host.at_least(norm / self._max_norm, 1.0))
+            multiplier = 1.0 / (divisor * host.at_least(norm / self.max_grad_norm, 1.0))
         if self._max_value is not None:
             clipped = (norm_of(gradients, order=math.inf) * multiplier > self._max_value) | clipped
         return norm, all_finite, all_finite & clipped, multiplier

@@ -121,8 +121,12 @@ class WindowRules:
         self.before_open()
         counted = batch if sizes is None else None if self.weigh is None else self.weigh(batch)
         known = None if counted is None else known_weights(counted)
-        self.guard.start()  # last: from here on the optimizer refuses to step, until the window ends
-        return Window(self, sizes, Terms(known, self.on_empty), num_ranks, order)
+        try:
+            self.guard.start()  # last: from here on the optimizer refuses to step, until the window ends
+            return Window(self, sizes, Terms(known, self.on_empty), num_ranks, order)
+        except BaseException:
+            self.guard.stop()
+            raise
 
 
 class Window:
@@ -149,15 +153,23 @@ class Window:
         self.scale = 1.0  # S; read at the first backward pass
 
     def __enter__(self) -> Window:
-        self.begin()
-        self._rules.region.__enter__()
+        try:
+            self.begin()
+            self._rules.region.__enter__()
+        except BaseException:
+            self.abandon()
+            raise
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._rules.region.__exit__(kind, error, trace)
-        self.end()
-        if kind is not None:
-            self._rules.guard.discard()
+        try:
+            self._rules.region.__exit__(kind, error, trace)
+            self.end()
+            if kind is not None:
+                self._rules.guard.discard()
+        except BaseException:  # Ctrl-C may strike here too
+            self.abandon()
+            raise
 
     def begin(self) -> None:
         """Starts from freshly cast weights."""
@@ -167,9 +179,14 @@ class Window:
 
     def end(self) -> None:
         """Drops the cast weights: the update is about to change them."""
-        torch.clear_autocast_cache()
         self._rules.is_open = False
         self._rules.guard.stop()
+        torch.clear_autocast_cache()
+
+    def abandon(self) -> None:
+        """Ends a window that failed, wherever that was; may be called again. No gradient stays."""
+        self.end()
+        self._rules.guard.discard()
 
     def backward(self, returned: Returned, size: int | None = None) -> None:
         """Runs one micro-batch backward and adds it to the tallies.

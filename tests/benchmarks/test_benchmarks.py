@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import auto
+import doctor
 import low_precision
 import memory
 import norm
@@ -35,13 +36,15 @@ def small(monkeypatch):
     monkeypatch.setattr(auto, "BATCH_SIZE", 4)
     monkeypatch.setattr(auto, "NUM_STEPS", 15)
     monkeypatch.setattr(auto, "SETTLED", 12)
+    monkeypatch.setattr(doctor, "SIZES", {"max_length": 8, "d_model": 8, "num_layers": 1, "num_heads": 2})
+    monkeypatch.setattr(doctor, "BATCH_SIZE", 4)
     monkeypatch.setattr(memory, "NUM_LAYERS", 1)
     monkeypatch.setattr(memory, "WIDTH", 16)
     monkeypatch.setattr(memory, "LENGTH", 4)
 
 
 @pytest.mark.parametrize(
-    "script", [overhead, update, norm, low_precision, tokens, memory, auto], ids=lambda script: script.__name__
+    "script", [overhead, update, norm, low_precision, tokens, memory, auto, doctor], ids=lambda script: script.__name__
 )
 def test_every_benchmark_runs(script, capsys):
     rows = script.measure(rounds=1)

@@ -8,6 +8,8 @@ import accumulus
 from accumulus.cli.main import VERBS, main
 from accumulus.errors import UsageError
 
+from .test_train import TASK
+
 
 def run(*words, **options):
     return subprocess.run([sys.executable, "-m", "accumulus", *words], capture_output=True, text=True, **options)
@@ -58,6 +60,7 @@ def make_bad_paths(folder):
     (folder / "file").write_text("text")
     (folder / "earlier").mkdir()
     (folder / "earlier" / "config.toml").write_text("")
+    (folder / "mine.py").write_text(TASK)
     (folder / "broken.py").write_text("def task(:\n")
 
 
@@ -65,7 +68,7 @@ def make_bad_paths(folder):
     ("line", "told"),
     [
         ("tarin", "did you mean train?"),
-        ("fly", "use one of train, plan, check, bench"),
+        ("fly", "use one of train, plan, "),
         ("train --data missing.txt", "missing.txt: no such file or folder"),
         ("train --data empty", "holds no files"),
         ("train --data binary.bin", "binary"),
@@ -73,7 +76,15 @@ def make_bad_paths(folder):
         ("train --precision fp12", "use one of auto, fp32, tf32, bf16, fp16"),
         ("train --batch-size 0", "--batch-size 0 must be larger than 0"),
         ("train --microbatch -4", "--microbatch -4 must be larger than 0"),
-        ("train --microbatch auto", "auto arrives with a later version; give a number"),
+        ("train --microbatch 0tokens", "--microbatch 0tokens must be larger than 0"),
+        ("train --microbatch half", "--microbatch 'half' must be a number of samples, such as 32, a number of tokens"),
+        ("train --memory-limit lots", "--memory-limit lots: an amount of memory is a number and a unit"),
+        ("train --microbatch 8 --memory-limit 1GiB", "--memory-limit 1GiB is for --microbatch auto"),
+        ("train mine.py:task --microbatch 512tokens", "task 'mine.py:task' does not say how long a sample is"),
+        ("train mine.py:task --microbatch auto-tokens", "give its acc.Task a length="),
+        ("bench --microbatch auto", "--microbatch 'auto' must be a number of samples"),
+        ("bench --microbatch 512tokens", "--microbatch '512tokens' must be a number of samples"),
+        ("plan --microbatch 512tokens", "--microbatch '512tokens' must be a number of samples"),
         ("train --d-model -1", "--d-model -1 must be larger than 0"),
         ("train --data file --d-model 10", "must be a multiple of twice"),
         ("train --steps 0", "--steps 0 must be larger than 0"),

@@ -96,6 +96,14 @@ def test_the_smallest_that_is_nearly_the_fastest_is_kept(clock, caplog):
     assert len({result.num_microbatches for result in results}) >= 3  # it did try
 
 
+def test_listeners_hear_of_the_choice_too(clock):
+    heard = []
+    step = clock.watch(make(on_step=heard.append))
+    for _ in range(3):
+        assert step(padded(BATCH)) is heard[-1]
+    assert heard[-1].choice.size == 32 // heard[-1].num_microbatches
+
+
 def test_it_ends_by_itself_and_no_pass_is_run_for_it(clock):
     step, calls = clock.watch(make()), []
     right = step.loss_fn
@@ -275,3 +283,99 @@ def test_the_forecast_holds_the_estimate_against_what_there_is(monkeypatch):
     assert isinstance(fit, Fit) and fit.samples == 10
     assert fit.bound.sample_elements == 200  # tokens and labels
     assert fit.bound.elements == 2000
+
+
+def test_a_choice_in_samples_is_none_in_tokens(clock):
+    step = clock.watch(make())
+    for _ in range(12):
+        step(padded(BATCH))
+    other = make(acc.by_tokens("auto", length="labels", multiple_of=1))
+    other.load_state_dict(step.state_dict())
+    choice = other(padded(BATCH)).choice
+    assert choice.unit == "tokens" and not choice.is_final and choice.size > 32
+
+
+def test_the_short_last_batch_of_an_epoch_tells_nothing(clock):
+    clock.speed = lambda size: 100
+    step = clock.watch(make())
+    for _ in range(20):
+        result = step(padded(BATCH))
+        clock.speed = lambda size: 1e-6  # as slow as can be
+        step(padded(BATCH[:3]))
+        clock.speed = lambda size: 100
+    assert result.choice.is_final and result.choice.samples_per_second == pytest.approx(100)
+
+
+def test_what_a_failure_taught_outranks_the_estimate():
+    """An estimate that did not foresee a failure is not asked again, however long batches become."""
+    step = make(dtype=torch.float32)
+    right, failures, estimates = step.loss_fn, [], []
+
+    def loss_fn(model, part):
+        if isinstance(part["tokens"], torch._subclasses.FakeTensor):
+            return right(model, part)
+        if part["tokens"].numel() > 400:
+            failures.append(tuple(part["tokens"].shape))
+            raise torch.OutOfMemoryError
+        return right(model, part)
+
+    fit = step.driver._forecast.fit
+    step.driver._forecast.fit = lambda batch: estimates.append(1) or fit(batch)
+    step.loss_fn = loss_fn
+    for index in range(25):
+        step(padded([5] * 16, length=20 + 10 * index))
+    assert len(failures) == 1
+    assert len(estimates) <= 3  # the first, one for samples more than twice as long, one at the failure; then no more
+    saved = step.state_dict()["microbatch"]
+    again = make(dtype=torch.float32)
+    again.driver.load_state_dict(saved)
+    assert saved["is_learned"] and again.driver._recovery.is_learned
+
+
+def test_a_batch_without_weight_tells_nothing_of_speed(clock):
+    step = clock.watch(make(on_empty="skip"))
+    empty = padded([0] * 32)
+    for index in range(MAX_STEPS + 4):
+        step(empty if index % 2 else padded(BATCH))
+    assert step.driver._tuning.choice == 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_load": 0},
+        {"elements": float("nan")},
+        {"sample_elements": -1.0},
+        {"limit_bytes": "much"},
+        {"tuning": {"whole": 0, "largest": 0, "smallest": 0, "speeds": [], "num_steps": 0, "choice": None}},
+        {"tuning": {"whole": 8, "largest": 8, "smallest": 1, "speeds": [[3, 1, 1]], "num_steps": 1, "choice": None}},
+        {"tuning": {"whole": 8, "largest": 8, "smallest": 1, "speeds": [], "num_steps": 1, "choice": -5}},
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_and_changes_nothing(clock, wrong):
+    step = clock.watch(make())
+    step(padded(BATCH))
+    saved = step.state_dict()
+    with pytest.raises(acc.StateError):
+        step.load_state_dict(saved | {"microbatch": saved["microbatch"] | wrong})
+    assert step.state_dict() == saved
+
+
+def test_what_all_samples_share_makes_no_sample_larger(clock):
+    """A collate that adds a mask over the length: small micro-batches hold as much of it as large ones."""
+    samples = list(torch.ones(32, 100, dtype=torch.long))
+    calls = []
+
+    def collate(chosen):
+        calls.append(len(chosen))
+        tokens = torch.stack(chosen)
+        return {"tokens": tokens, "labels": tokens, "mask": torch.ones(100, 100)}
+
+    step = make(dtype=torch.float32, collate=collate)
+    curve = acc.memory.curve(step.model, step.update.optimizer, token_loss, samples, precision="fp32", collate=collate)
+    step = clock.watch(make(dtype=torch.float32, collate=collate, memory_limit=curve.at(16).peak_bytes))
+    step(samples)
+    calls.clear()
+    results = [step(samples) for _ in range(MAX_STEPS + 2)]
+    assert results[-1].choice.size == 4
+    assert len(calls) == sum(result.num_microbatches for result in results)  # each is collated once

@@ -46,14 +46,6 @@ def uninformed(monkeypatch):
     monkeypatch.setattr(Forecast, "fit", lambda self, batch: None)
 
 
-@pytest.fixture(autouse=True)
-def _quick_collection():
-    """A failure collects garbage; what was there before is left out of it, because it takes most of the time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 OPTIMIZERS = {
     "adamw fused": lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True),
     "sgd fused": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True),
@@ -560,3 +552,194 @@ def test_a_real_limit_on_the_address_space():
     size, same = done.stdout.split()
     assert 1 <= int(size) < 16384
     assert same == "True"
+
+
+@pytest.mark.parametrize("who", ["on_step", "scheduler"])
+@pytest.mark.parametrize("is_applied", [True, False])
+def test_a_batch_that_was_learned_from_is_not_run_again(uninformed, who, is_applied):
+    """A function of the user's that runs out of memory after the update is no reason for a second update."""
+    calls: list[int] = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        raise torch.OutOfMemoryError("of the user's own")
+
+    def make_step(**options: Any) -> acc.TrainStep:
+        model = mixing_model()
+        veto = None if is_applied else lambda norm: True
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return acc.TrainStep(model, optimizer, loss, precision="fp32", microbatch=4, veto=veto, **options)
+
+    def loss(model: nn.Module, part: Any) -> Any:
+        return F.cross_entropy(model(part["x"]), part["y"])
+
+    class Failing:
+        step = staticmethod(lambda: fail())
+
+    step = acc.recover_from_oom(make_step(**{who: fail if who == "on_step" else Failing()}))
+    plain = make_step()
+    torch.manual_seed(1)
+    plain(batch())
+    right = everything(plain)
+    torch.manual_seed(1)
+    if who == "on_step" or is_applied:
+        with pytest.raises(torch.OutOfMemoryError, match="of the user's own"):
+            step(batch())
+        assert len(calls) == 1
+    else:
+        step(batch())
+    assert_same(everything(step), right)
+
+
+def _expanded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if "mask" not in model._buffers:
+        model.register_buffer("mask", torch.ones(1).expand(4))
+    return x * model.mask
+
+
+def _empty_buffer(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if model.center is None:
+        model.center = x.detach().mean(0)
+    return x - model.center
+
+
+def _lazy_attribute(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(model, "shift"):
+        model.shift = x.detach().mean(0)
+    return x - model.shift
+
+
+def _counter(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.num_calls += 1
+    return x * model.num_calls
+
+
+def _attribute_in_place(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.seen += x.detach().sum(0)
+    return x + model.seen
+
+
+def _generators(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn(x.shape, generator=model.own) * model.rng.random() * model.numpy_rng.random()
+    return x + noise
+
+
+def _list_of_losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.losses.append(float(x.detach().sum()))
+    return x * len(model.losses)
+
+
+def _mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.train(not model.training)
+    return x if model.training else x * 2
+
+
+def _inference(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * model.made_in_inference
+
+
+def _sparse(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.sparse.mm(model.sparse, x.t()).t()
+
+
+class Habits(nn.Module):
+    """A model that keeps more than parameters and buffers."""
+
+    def __init__(self, habit: Any) -> None:
+        super().__init__()
+        self.habit, self.linear = habit, nn.Linear(4, 3)
+        self.register_buffer("center", None)
+        self.register_buffer("wide", torch.ones(1, 1).expand(3, 4))
+        self.num_calls, self.seen, self.losses = 0, torch.zeros(4), []
+        self.own = torch.Generator().manual_seed(1)
+        self.rng, self.numpy_rng = random.Random(1), np.random.default_rng(1)
+        if habit is _inference:
+            with torch.inference_mode():
+                self.register_buffer("made_in_inference", torch.ones(4))
+        if habit is _sparse:
+            self.register_buffer("sparse", torch.eye(4).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.habit(self, x))
+
+
+@pytest.mark.parametrize(
+    "habit",
+    [
+        _expanded,
+        _empty_buffer,
+        _lazy_attribute,
+        _counter,
+        _attribute_in_place,
+        _generators,
+        _list_of_losses,
+        _mode,
+        _inference,
+        _sparse,
+    ],
+)
+def test_what_modules_keep_is_put_back(uninformed, habit):
+    def make_step(microbatch: int) -> acc.TrainStep:
+        torch.manual_seed(0)
+        model = Habits(habit)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_fn = lambda model, part: F.cross_entropy(model(part["x"]), part["y"])  # noqa: E731
+        return acc.TrainStep(model, optimizer, loss_fn, precision="fp32", microbatch=microbatch)
+
+    plain, step = make_step(2), acc.recover_from_oom(make_step(4))
+    right, calls = step.loss_fn, []
+
+    def loss_fn(model: nn.Module, part: Any) -> Any:
+        loss = right(model, part)
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError
+        return loss
+
+    step.loss_fn = loss_fn
+    plain(batch())
+    step(batch())
+    for found, expected in zip(step.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_all_that_an_optimizer_keeps_is_put_back(uninformed):
+    """Counters in groups and in the optimizer itself, lists, and states that belong to no parameter."""
+
+    class Keeping(torch.optim.Optimizer):
+        fails = True
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1, "k": 0, "history": []})
+            self.state["all"] = {"count": torch.zeros(())}
+            self.num_calls = 0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            self.num_calls += 1
+            self.state["all"]["count"] += 1
+            for group in self.param_groups:
+                group["k"] += 1
+                group["history"].append(group["k"])
+                group["last"] = group["k"]
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state.setdefault("moments", [torch.zeros_like(parameter)])[0].add_(parameter.grad)
+                    parameter.sub_(state["moments"][0], alpha=group["lr"])
+                    if Keeping.fails:
+                        Keeping.fails = False
+                        raise torch.OutOfMemoryError
+
+    def make_step(microbatch: int) -> acc.TrainStep:
+        model = mixing_model()
+        loss_fn = lambda model, part: F.cross_entropy(model(part["x"]), part["y"])  # noqa: E731
+        return acc.TrainStep(model, Keeping(model.parameters()), loss_fn, precision="fp32", microbatch=microbatch)
+
+    step = acc.recover_from_oom(make_step(4))
+    torch.manual_seed(1)
+    step(batch())
+    plain = make_step(2)
+    torch.manual_seed(1)
+    plain(batch())
+    assert_same(everything(step), everything(plain))
+    assert step.update.optimizer.num_calls == plain.update.optimizer.num_calls == 1

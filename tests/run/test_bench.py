@@ -6,8 +6,8 @@ from rich.console import Console
 
 from accumulus.errors import UsageError
 from accumulus.run.bench import add_ratios, bench, show_table
+from accumulus.run.bench_config import BenchConfig
 from accumulus.run.cases import list_cases
-from accumulus.run.config import BenchConfig
 from accumulus.run.measure import measure
 
 

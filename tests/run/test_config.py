@@ -2,21 +2,24 @@ from dataclasses import fields, replace
 
 import pytest
 
+from accumulus.cli.options import parse
 from accumulus.errors import UsageError
+from accumulus.run.bench_config import BenchConfig
 from accumulus.run.config import (
     DEFAULT_MINUTES,
     MAY_CHANGE_ON_RESUME,
-    BenchConfig,
     TrainConfig,
     check_resumed,
     read_config,
 )
+from accumulus.run.cut import Cut
 
 EVERYTHING = TrainConfig(
     task="a.py:b",
     data=("x", "y z"),
     batch_size=7,
     microbatch="3",
+    memory_limit="1GiB",
     max_grad_norm=0.5,
     lr=0.1,
     seed=3,
@@ -52,7 +55,11 @@ def test_round_trip_of_every_field():
         ({"microbatch": "0"}, "--microbatch 0"),
         ({"microbatch": "-1"}, "--microbatch -1"),
         ({"microbatch": "many"}, "--microbatch 'many'"),
-        ({"microbatch": "auto"}, "auto arrives with a later version; give a number"),
+        ({"microbatch": "0tokens"}, "--microbatch 0tokens"),
+        ({"microbatch": "tokens"}, "--microbatch 'tokens' must be"),
+        ({"microbatch": "autotokens"}, "--microbatch 'autotokens' must be .* auto-tokens"),
+        ({"microbatch": "1.5"}, "--microbatch '1.5'"),
+        ({"microbatch": "8", "memory_limit": "1GiB"}, "--memory-limit 1GiB is for --microbatch auto"),
         ({"precision": "fp12"}, "--precision 'fp12'"),
         ({"lr": 0.0}, "--lr 0.0"),
         ({"lr": float("nan")}, "--lr nan"),
@@ -96,7 +103,21 @@ def test_limits():
 
 
 def test_micro_batch_never_exceeds_the_batch():
-    assert TrainConfig(batch_size=8, microbatch="32").microbatch_size() == 8
+    assert TrainConfig(batch_size=8, microbatch="32").cut() == Cut(size=8)
+    assert TrainConfig(batch_size=8, microbatch="32tokens").cut() == Cut(size=32, unit="tokens")
+    assert BenchConfig(batch_size=8, microbatch="32").microbatch_size() == 8
+
+
+def test_the_words_that_repeat_a_run():
+    config = TrainConfig(
+        task="a.py:b", data=("x", "y z"), lr=0.1, compile=True, out="o", plain=True, memory_limit="1GiB"
+    )
+    words = config.repeat_words(microbatch="8", num_steps=57)  # limited by time: steps stand in for that
+    read = parse(TrainConfig, words, verb="train", description="")
+    expected = replace(config, microbatch="8", steps=57, memory_limit="auto", out=None, plain=False)
+    assert read == expected
+    given = replace(config, steps=9)
+    assert parse(TrainConfig, given.repeat_words(microbatch="8", num_steps=9), verb="train", description="").steps == 9
 
 
 def test_only_given_task_options_are_passed_on():

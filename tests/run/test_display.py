@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 
 import accumulus as acc
+from accumulus.run.cut import Cut
 from accumulus.run.display import BarDisplay, PlainDisplay, choose_display
 from accumulus.run.schedule import Progress
 
@@ -68,6 +69,25 @@ def test_a_task_without_derived_numbers_or_heldout_loss():
     display.show_heldout({"step": 1, "seconds": 0.5, "accuracy": 0.25})
     assert "loss 2.0000" in output.getvalue()
     assert "accuracy 0.25" in output.getvalue()
+
+
+def test_a_chosen_micro_batch_is_said_once_it_stays_and_when_it_changes():
+    output = io.StringIO()
+    display = PlainDisplay(Console(file=output, width=200))
+    tried = [(size, f"trying sizes, step {step}", None) for step, size in enumerate((16, 8, 16, 32), 1)]
+    kept, smaller = [(16, "the smallest of 3", 475.0)] * 3, [(8, "memory ran out", None)] * 2
+    for step, (size, reason, speed) in enumerate([*tried, *kept, *smaller], 1):
+        record = {"step": step, **Cut(size=None).to_record(choice(size, reason, speed))}
+        display.show_choice(record)
+    display.show_choice({"step": 1, **Cut(size=4).to_record(None)})
+    assert output.getvalue().splitlines() == [
+        "step     6  micro-batches of 16 samples: the smallest of 3 (475 samples/s)",
+        "step     9  micro-batches of 8 samples: memory ran out",
+    ]
+
+
+def choice(size, reason, speed):
+    return {"size": size, "unit": "samples", "reason": reason, "samples_per_second": speed}
 
 
 def test_choice(monkeypatch):

@@ -4,20 +4,21 @@ import pytest
 import torch
 
 import accumulus as acc
-from accumulus.run.evaluate import mean_loss, to_device
+from accumulus.run.evaluate import mean_loss, pieces, to_device
 
-from .tiny import rows, weighted_loss
+from .tiny import rows, running_out, weighted_loss
 
 CPU = torch.device("cpu")
 
 
-def evaluate(model, data, *, loss_fn=weighted_loss, batch_size=4, precision="fp32"):
+def evaluate(model, data, *, loss_fn=weighted_loss, batch_size=4, length=None, precision="fp32"):
     return mean_loss(
         model,
         data,
         loss_fn=loss_fn,
         collate=torch.utils.data.default_collate,
         batch_size=batch_size,
+        length=length,
         precision=acc.Precision.parse(precision),
         device=CPU,
     )
@@ -40,6 +41,35 @@ def test_mean_is_exact_over_uneven_pieces(model, data, batch_size):
     assert evaluate(model, data, batch_size=batch_size) == pytest.approx(
         float((whole.sum / whole.weight).detach()), rel=1e-13
     )
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, 24, 1000])
+def test_pieces_by_tokens_hold_every_sample_once_and_stay_within(model, data, batch_size):
+    lengths = {id(row): 1 + 5 * index % 23 for index, row in enumerate(data)}
+
+    def length(row):
+        return lengths[id(row)]
+
+    found = list(pieces(data, batch_size, length))
+    assert sorted(id(row) for piece in found for row in piece) == sorted(id(row) for row in data)
+    longest = max(lengths.values())
+    assert all(len(piece) * max(map(length, piece)) <= max(batch_size, -(-longest // 8) * 8) for piece in found)
+    assert evaluate(model, data, batch_size=batch_size, length=length) == pytest.approx(
+        evaluate(model, data, batch_size=13), rel=1e-13
+    )
+
+
+def test_where_memory_runs_out_halves_are_evaluated(model, data):
+    sizes = []
+
+    def loss_fn(model, batch):
+        sizes.append(len(batch["x"]))
+        return running_out([3])(model, batch)
+
+    assert evaluate(model, data, loss_fn=loss_fn, batch_size=8) == pytest.approx(evaluate(model, data), rel=1e-13)
+    assert sizes == [8, 4, 2, 2, 4, 2, 2, 5, 2, 3]
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate(model, data, loss_fn=running_out([0]))
 
 
 def test_scalars_and_terms(model, data):

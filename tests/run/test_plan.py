@@ -10,9 +10,10 @@ import torch
 import accumulus as acc
 from accumulus.cli.options import parse
 from accumulus.errors import UsageError
-from accumulus.run.config import PlanConfig, TrainConfig
+from accumulus.run.config import TrainConfig
 from accumulus.run.parts import collate_of
 from accumulus.run.plan import heaviest_batch, make_plan, plan
+from accumulus.run.plan_config import PlanConfig
 from accumulus.run.task import load_task, make_optimizer
 
 DEEP = Path(__file__).with_name("deep.py")
@@ -103,7 +104,7 @@ def test_the_command_trains_what_was_planned(found):
     assert trained.task == f"{DEEP}:task"
     assert (trained.batch_size, trained.device) == (12, "cpu")
     assert trained.precision == found.choice.row.precision
-    assert trained.microbatch_size() == found.choice.row.microbatch
+    assert trained.cut().size == found.choice.row.microbatch
 
 
 def test_options_that_were_given_are_in_the_command():

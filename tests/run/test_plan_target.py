@@ -4,7 +4,7 @@ import torch
 import accumulus as acc
 from accumulus.errors import UsageError
 from accumulus.run import plan_target
-from accumulus.run.config import PlanConfig
+from accumulus.run.plan_config import PlanConfig
 from accumulus.run.plan_target import fast_by_name, find_target
 
 

@@ -1,5 +1,7 @@
 """A task small enough for tests, in the form that a user's own file has."""
 
+import dataclasses
+
 import torch
 
 import accumulus as acc
@@ -118,3 +120,58 @@ def line_with_evaluation():
 
 
 modes: list = []
+
+
+def running_out(limit):
+    """A loss function that more samples than `limit[0]` do not fit; every call is counted."""
+
+    def loss_fn(model, batch):
+        if len(batch["x"]) > limit[0]:
+            raise torch.OutOfMemoryError("no memory for so many samples")
+        return weighted_loss(model, batch)
+
+    return loss_fn
+
+
+def little_memory():
+    """At most 3 samples fit at a time, in training and in evaluation."""
+    task = line()
+    return dataclasses.replace(task, loss_fn=running_out([3]))
+
+
+def no_memory_later():
+    """In the fourth step not even one sample fits any more."""
+    limit = [16]
+
+    class Optimizer(torch.optim.SGD):
+        num_steps = 0
+
+        def step(self, closure=None):
+            super().step(closure)
+            self.num_steps += 1
+            limit[0] = 16 if self.num_steps < 3 else 0
+
+    task = line()
+    return dataclasses.replace(
+        task, optimizer=lambda model: Optimizer(model.parameters(), lr=0.01), loss_fn=running_out(limit), eval_data=None
+    )
+
+
+def breaking_update():
+    """In the fourth step the optimizer runs out of memory when it has changed some parameters."""
+
+    class Optimizer(torch.optim.SGD):
+        num_steps = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.num_steps += 1
+            if self.num_steps == 4:
+                self.param_groups[0]["params"][0].add_(1.0)
+                raise torch.OutOfMemoryError("no memory for the update")
+            super().step(closure)
+
+    # Momentum is state: without any, each step counts as a parameter's first one, which is undone.
+    return dataclasses.replace(
+        line(), optimizer=lambda model: Optimizer(model.parameters(), lr=0.01, momentum=0.9), eval_data=None
+    )

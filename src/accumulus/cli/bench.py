@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accumulus.cli.options import parse
-from accumulus.run.config import BenchConfig
+from accumulus.run.bench_config import BenchConfig
 
 
 def run(words: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ VERBS = {
     "train": "trains a task: progress, records, held-out measurements, Ctrl-C saves and --resume goes on",
     "plan": "peak memory by precision and micro-batch before anything runs; what fits, and what to choose",
     "check": "proves that accumulation gives the whole batch's update on this task, or names what is in the way",
+    "doctor": "what low precision does to the numbers: ranges, loss scale, first bad operator, dtypes, advice",
     "bench": "the same task in fp32, bf16 and fp16, accumulated and whole, beside a plain loop",
 }
 

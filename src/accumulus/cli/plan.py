@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accumulus.cli.options import parse
-from accumulus.run.config import PlanConfig
+from accumulus.run.plan_config import PlanConfig
 
 
 def run(words: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ it. The estimate says beforehand how large they may be, and what it gets wrong i
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from accumulus.memory.bound import Bound
 from accumulus.memory.capacity import parse_bytes
 from accumulus.memory.clock import Reading, Stopwatch
 from accumulus.memory.forecast import Fit, Forecast
-from accumulus.memory.recover import Recovery
+from accumulus.memory.recover import GROWN, Recovery
 from accumulus.memory.sizing import load_of, resized, sample_load_of, smallest_of, unit_of
 from accumulus.memory.tune import MAX_STEPS, Tuning
 from accumulus.pytree import is_compiling
@@ -28,9 +29,6 @@ from accumulus.units import format_bytes
 __all__ = ["Auto"]
 
 log = logging.getLogger("accumulus")
-
-GROWN = 1.25
-"""Batches or samples that are larger by this factor than those of the tuning start it again."""
 
 TOLERANCE = 1.05
 """The estimate may be off by as much: a single sample is refused unseen only beyond it."""
@@ -83,28 +81,32 @@ class Auto:
         self._limit_bytes: int | None = None  # what the estimate was held against
         self._is_stale = True  # a new tuning is due
         self._trial: Trial | None = None
+        self._size = 0  # of the present step
+        step.choice = self._choice
         self._tried: set[int] = set()  # in this process: what is new may have to be compiled first
 
     def __call__(self, batch: Batch) -> StepResult:
         """Learns from one batch."""
         self._note_time()
         tuning = self._begin(batch) if self._tuning is None or self._is_stale else self._tuning
-        size = tuning.next_size()
+        size = self._size = tuning.next_size()
         self._step.microbatch = resized(self._step.microbatch, size)
         watch = Stopwatch(self._step.device)
         result = self._recovery(batch)
         self._note(tuning, size, result, watch)
-        return replace(result, choice=self._choice(size))
+        return result
 
     def _begin(self, batch: Batch) -> Tuning:
         """A search among the sizes that fit this batch."""
         parts = self._step.split(batch, resized(self._step.microbatch, sys.maxsize))
-        fit = self._fit = self._fit or self._forecast.fit(batch)
+        if self._fit is None and not self._recovery.is_learned:
+            self._fit = self._forecast.fit(batch)
+        fit = None if self._recovery.is_learned else self._fit
         whole = largest = load_of(parts)
         smallest = min(whole, max(sample_load_of(parts), smallest_of(self._step)))
         if fit is not None:
             slack = 1.0 if self._forecast.is_strict else TOLERANCE
-            if not fit.samples and fit.smallest.peak_bytes > slack * fit.capacity_bytes:
+            if not fit.samples and fit.estimated.peak_bytes > slack * fit.capacity_bytes:
                 raise OutOfMemoryError(f"not even one sample fits, and nothing was changed: {fit.shortage()}")
             self._recovery.rebound(fit.bound)
             fitting = int(self._recovery.bound.elements / fit.bound.sample_elements) if fit.samples else 1
@@ -127,19 +129,24 @@ class Auto:
         load = self._recovery.max_load
         is_new = not self._tried or (size not in self._tried and is_compiling())
         self._tried.add(size)
-        if load is not None and load < size and tuning.choice is None:
-            self._tuning = tuning.limited(load)
+        is_smaller = load is not None and load < size
+        if load is not None and is_smaller and tuning.choice is None:
+            # One batch of longer samples is no reason to leave out sizes that all others could have.
+            longer = seen.sample_elements / (self._recovery.bound.sample_elements or math.inf)
+            self._tuning = tuning.limited(min(tuning.largest, int(load * max(1.0, longer))))
         if self._scope.is_left_by(result.num_samples, seen.sample_elements) and tuning.choice is not None:
             self._is_stale, self._fit = True, None
         if tuning.choice is not None:
             return
         weight = float(result.weight) if isinstance(result.weight, (int, float)) else float(result.num_samples)
+        # What an epoch has left over tells nothing, nor does a step that was cut smaller than was asked for.
+        is_usual = weight > 0 and 2 * result.num_samples >= self._scope.num_samples and not is_smaller
         self._trial = Trial(
             size=size,
             reading=reading,
             num_samples=result.num_samples,
             weight=weight,
-            tells=not is_new and self._recovery.num_attempts == 1,
+            tells=is_usual and not is_new and self._recovery.num_attempts == 1,
         )
         self._scope = replace(
             self._scope,
@@ -158,14 +165,15 @@ class Auto:
         if self._tuning.choice is not None:
             log.info("micro-batches of %d: %s", self._tuning.choice, self._reason())
 
-    def _choice(self, size: int) -> Choice:
-        tuning = self._tuning
+    def _choice(self) -> Choice:
+        tuning, size = self._tuning, self._size
         assert tuning is not None  # a step was run
         load = self._recovery.max_load
         return Choice(
             size=size if load is None else min(size, load),
             unit=unit_of(self._step.microbatch),
             reason=self._reason(),
+            is_final=tuning.choice is not None and not self._is_stale,
             samples_per_second=tuning.speeds.get(size),
         )
 
@@ -187,6 +195,7 @@ class Auto:
         """What was found out, as plain values. Waits for the last step while tuning."""
         self._note_time()
         return {
+            "unit": unit_of(self._step.microbatch),
             "tuning": None if self._tuning is None else self._tuning.state_dict(),
             "scope": [self._scope.num_samples, self._scope.sample_elements, self._scope.sample_weight],
             "is_stale": self._is_stale,
@@ -195,22 +204,24 @@ class Auto:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state.
+        """Goes on from a saved state; from one in another unit only with what is known of memory.
 
         Raises:
             StateError: it is not such a state.
         """
         try:
-            tuning = None if state["tuning"] is None else Tuning.from_state(state["tuning"])
+            is_other = state["unit"] != unit_of(self._step.microbatch)
+            tuning = None if state["tuning"] is None or is_other else Tuning.from_state(state["tuning"])
             num_samples, sample_elements, sample_weight = state["scope"]
             scope = Scope(
                 num_samples=int(num_samples),
                 sample_elements=float(sample_elements),
                 sample_weight=float(sample_weight),
             )
-            is_stale, limit = bool(state["is_stale"]), state["limit_bytes"]
+            is_stale = bool(state["is_stale"])
+            limit = None if state["limit_bytes"] is None else int(state["limit_bytes"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"not the saved state of microbatch='auto': {error}") from None
-        self._recovery.load_state_dict(state)
+        self._recovery.load_state_dict({**state, "max_load": None} if is_other else state)
         self._tuning, self._scope, self._is_stale, self._trial = tuning, scope, is_stale, None
-        self._limit_bytes = None if limit is None else int(limit)
+        self._limit_bytes = limit

@@ -34,8 +34,11 @@ class Bound:
         """
         if self.elements == math.inf or not elements:
             return 0.0
-        longer = max(1.0, elements / size / self.sample_elements) if self.sample_elements else 1.0
-        return elements * longer / self.elements
+        return elements * max(1.0, self.longer(elements, size)) / self.elements
+
+    def longer(self, elements: int, size: int) -> float:
+        """How many times as large a micro-batch's samples are as those that the bound was found with."""
+        return elements / size / self.sample_elements if self.sample_elements else 1.0
 
     def widened(self, elements: int, size: int) -> Self:
         """The larger of the bound and a micro-batch."""
@@ -58,9 +61,16 @@ class Bound:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """The bound that was saved."""
+        """The bound that was saved.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
         elements = state["elements"]
-        return cls(math.inf if elements is None else float(elements), float(state["sample_elements"]))
+        found = cls(math.inf if elements is None else float(elements), float(state["sample_elements"]))
+        if not (found.elements > 0 and 0 <= found.sample_elements < math.inf):
+            raise ValueError(f"a bound must be above 0, not {found}")
+        return found
 
 
 NO_BOUND = Bound(elements=math.inf, sample_elements=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from accumulus.engine import device_of
 from accumulus.errors import LossError, OptimizerError, PrecisionError, UnsupportedError
 from accumulus.memory.curve import MemoryCurve, MemoryEstimate, Method, positive
 from accumulus.memory.fake import FakeWindow, is_present
+from accumulus.memory.leaks import take_out_leaked
 from accumulus.memory.live import Timeline
 from accumulus.memory.measure import MeasuredWindow
 from accumulus.memory.rehearsal import drop_gradients, undisturbed
@@ -22,6 +24,8 @@ from accumulus.types import Batch, LossFn, Optimizer, describe
 from accumulus.update import check_optimizer
 
 __all__ = ["curve", "estimate"]
+
+log = logging.getLogger("accumulus")
 
 SMALL_SIZES = (2, 4)
 """Micro-batches that are measured where fake tensors will not do. Not 1: BatchNorm refuses a single value."""
@@ -171,11 +175,9 @@ class _Plan:
         is_there = is_present(self._device)
         with undisturbed(self._device if is_there else torch.device("cpu"), self._trained[0]):
             note = "" if is_there else f"no {self._device.type} device is here: counted with the CPU's kernels"
-            try:
-                window = self._fake_window()
-                return self._fitted({size: window.run(size) for size in sizes}, "fake", note)
-            except Exception as error:  # whatever it is, it may be due to the tensors being fake: the real ones tell
-                reason = _reason(error)
+            found, reason = self._faked(sizes, note)
+            if found is not None:
+                return found
             drop_gradients(self._trained[0])  # a loss function that uses the model itself may have left some
             home = device_of(self._trained[0], None)
             if home.type == "meta":
@@ -191,6 +193,23 @@ class _Plan:
             )
             note = f"measured on micro-batches of {' and '.join(map(str, sizes))} real samples, because {reason}"
             return self._fitted({size: measured.run(size) for size in sizes}, "measured", note)
+
+    def _faked(self, sizes: list[int], note: str) -> tuple[MemoryCurve | None, str]:
+        """From fake runs; or None and why not."""
+        found, reason, modes = None, "", list[Any]()
+        try:
+            window = self._fake_window()
+            modes = window.modes
+            found = self._fitted({size: window.run(size) for size in sizes}, "fake", note)
+        except Exception as error:  # whatever it is, it may be due to the tensors being fake: the real ones tell
+            reason = _reason(error)
+        if num_left := take_out_leaked(modes):
+            log.warning(
+                "the estimate ran the model and the loss function on fake tensors, and %d of these are held in "
+                "variables; if they are in the way, give a size instead of microbatch='auto'",
+                num_left,
+            )
+        return found, reason
 
     def _fake_window(self) -> FakeWindow:
         makes_batch = self._collate is not None or self._device.type != "cpu"

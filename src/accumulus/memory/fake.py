@@ -69,6 +69,7 @@ class FakeWindow:
         # Without the device, its kernels' shapes are unknown to autograd, and those of the CPU stand for them.
         self._device = device if is_present(device) else torch.device("cpu")
         self._makes_batch = makes_batch
+        self.modes: list[Any] = []  # of the runs
 
     def run(self, size: int) -> Timeline:
         """Runs one window from which the optimizer's state comes, if it has none, and one with it.
@@ -85,6 +86,7 @@ class FakeWindow:
         from torch._subclasses import FakeTensorMode
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.modes.append(mode)
         model, optimizer, loss_fn = fake_copy(self._originals, mode, self._device)
         _choose_foreach(optimizer, self._originals[1], self._real_device)
         live = FakeLiveBytes(self._device, block_bytes=512 if self._real_device.type == "cuda" else 1)

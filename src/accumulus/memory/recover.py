@@ -15,10 +15,9 @@ from accumulus.errors import OutOfMemoryError, StateError
 from accumulus.memory.bound import NO_BOUND, Bound
 from accumulus.memory.failure import is_out_of_memory, let_go
 from accumulus.memory.forecast import Forecast
-from accumulus.memory.sizing import at_most, load_of, sample_load_of, smallest_of
+from accumulus.memory.sizing import at_most, elements_of, load_of, sample_load_of, smallest_of
 from accumulus.memory.undo import Protection, Undo
 from accumulus.microbatch import Microbatches
-from accumulus.pytree import num_elements
 from accumulus.step import TrainStep
 from accumulus.types import Batch, StepResult
 
@@ -31,6 +30,9 @@ NOTHING = Bound(elements=0.0, sample_elements=0.0)
 
 log = logging.getLogger("accumulus")
 
+GROWN = 1.25
+"""Samples that are larger by this factor than those known are worth another estimate, or another tuning."""
+
 GROWTH, GROWTH_SHARE = 1.25, 0.9
 """After batches of shorter samples the load grows by at least a quarter, to nine tenths of what is known to fit:
 batches differ, and one that turns out to be too large is begun anew."""
@@ -39,10 +41,12 @@ batches differ, and one that turns out to be too large is begun anew."""
 def recover_from_oom(step: TrainStep) -> TrainStep:
     """A step that survives running out of memory, wherever in it that happens.
 
-    What the failed attempt changed is undone (gradients, buffers such as BatchNorm's statistics, random states), memory
-    is freed, and the same samples run again in smaller micro-batches; the step after that begins with those. Batches
-    whose samples are larger than the ones that fitted are cut smaller before they run, batches of smaller ones may
-    grow again.
+    What the failed attempt changed is undone (gradients, buffers such as BatchNorm's statistics, what modules keep in
+    plain attributes, random states), memory is freed, and the same samples run again in smaller micro-batches; the step
+    after that begins with those. Batches whose samples are larger than the ones that fitted are cut smaller before they
+    run, batches of smaller ones may grow again. What a loss function keeps elsewhere, such as a generator of random
+    numbers of its own, is not seen, and an `Embedding` with `max_norm` stays renormed. A scheduler or an `on_step`
+    function that runs out of memory is not this step's: its error passes, and the batch is not learned from twice.
 
     Args:
         step: any `TrainStep`. With `microbatch="auto"` this is on already.
@@ -81,11 +85,13 @@ class TooLargeError(Exception):
 
     Args:
         excess: how many times too large it is.
+        longer: how many times as large its samples are as those that the bound was found with.
     """
 
-    def __init__(self, excess: float) -> None:
-        super().__init__(excess)
+    def __init__(self, excess: float, longer: float) -> None:
+        super().__init__(excess, longer)
         self.excess = excess
+        self.longer = longer
 
 
 class Recovery:
@@ -106,17 +112,18 @@ class Recovery:
         self._changing: set[str] = set()  # large buffers that change
         self.max_load: int | None = None  # samples or tokens, as the rule counts; None: as many as it says
         self.bound: Bound = NO_BOUND
+        self.is_learned = False  # the bound comes of a failure that the estimate did not foresee: it is of no more help
         self.seen = NOTHING  # the largest micro-batch of the last attempt
-        self._has_failed = False
         self.num_attempts = 0  # at the last step
         self.num_failures = 0  # of these, for want of memory
-        step.update.protect = Protection(step.update)
+        self._protection = step.update.protect = Protection(step.update)
 
     def __call__(self, batch: Batch) -> StepResult:
         """Learns from one batch."""
         self._step.ledger.settle_for_listeners()  # theirs are no allocations of this step
         undo: Undo | None = None
         self.num_attempts = self.num_failures = 0
+        self._protection.has_stepped, posted = False, self._step.ledger.num_posted
         while True:
             self.num_attempts += 1
             parts: Microbatches | None = None
@@ -127,6 +134,9 @@ class Recovery:
                 result = self._step.run(batch, parts)
             except Exception as error:
                 if not (isinstance(error, TooLargeError) or is_out_of_memory(error)):
+                    raise
+                # The batch was learned from: what failed is a scheduler, or a function that hears of steps.
+                if self._protection.has_stepped or self._step.ledger.num_posted > posted:
                     raise
                 failure: Exception = error
             else:
@@ -148,16 +158,16 @@ class Recovery:
 
     def _look(self, part: Any, size: int) -> None:
         """Before a micro-batch runs: is it larger than what is known to fit?"""
-        elements = num_elements(part)
+        elements = elements_of(part, size)
         self.seen = self.seen.widened(elements, size)
         excess = self.bound.excess(elements, size)
         if excess > 1 and size > smallest_of(self._step):
-            raise TooLargeError(excess)
+            raise TooLargeError(excess, self.bound.longer(elements, size))
 
     def _give_way(self, batch: Batch, parts: Microbatches | None, failure: Exception) -> None:
         """Decides on a smaller load, after a failed attempt was undone."""
         if isinstance(failure, TooLargeError):
-            self._avoid(batch, parts, failure.excess)
+            self._avoid(batch, parts, failure)
             return
         self.num_failures += 1
         if parts is None:  # it struck before the batch was cut, where the load plays no part
@@ -170,10 +180,11 @@ class Recovery:
         load = load_of(parts)
         found = self._forecast.fit(batch) if self.num_failures == 1 else None
         informed = 0 if found is None else found.samples * sample_load_of(parts)
-        # An estimate that says it should have fitted is of no help.
-        self.max_load = max(smallest, informed if 0 < informed < load else load // 2)
+        is_foreseen = 0 < informed < load  # an estimate that says it should have fitted is of no help
+        self.is_learned = self.is_learned or not is_foreseen
+        self.max_load = max(smallest, informed if is_foreseen else load // 2)
         if self.seen.elements:
-            self.bound, self._has_failed = self.seen.scaled(self.max_load / load), True
+            self.bound = self.seen.scaled(self.max_load / load)
         log.warning("out of memory with micro-batches of %d; going on with %d", load, self.max_load)
 
     def rebound(self, bound: Bound) -> None:
@@ -182,18 +193,22 @@ class Recovery:
         Args:
             bound: of batches that may have grown.
         """
-        self.bound = bound if not self._has_failed or bound.elements < self.bound.elements else self.bound
+        self.bound = bound if not self.is_learned or bound.elements < self.bound.elements else self.bound
         self.max_load = None
 
-    def _avoid(self, batch: Batch, parts: Microbatches | None, excess: float) -> None:
-        """Cuts a batch smaller whose samples are larger than those known, unless a new bound says that it fits."""
+    def _avoid(self, batch: Batch, parts: Microbatches | None, failure: TooLargeError) -> None:
+        """Cuts a batch smaller whose samples are larger than those known, unless a new bound says that it fits.
+
+        It is asked for only where they are much larger: an estimate takes longer than a slightly smaller load costs.
+        """
         assert parts is not None  # one of them was looked at
-        found = None if self._reconsider is None else self._reconsider(batch)
+        is_asked = self._reconsider is not None and not self.is_learned and failure.longer > GROWN
+        found = self._reconsider(batch) if self._reconsider is not None and is_asked else None
         if found is not None and found.sample_elements > self.bound.sample_elements:
             self.bound = found
             return
         load = load_of(parts)
-        self.max_load = max(smallest_of(self._step), min(load - 1, int(load / excess)))
+        self.max_load = max(smallest_of(self._step), min(load - 1, int(load / failure.excess)))
         log.info("larger samples: micro-batches of %d instead of %d", self.max_load, load)
 
     def _look_ahead(self, parts: Microbatches) -> None:
@@ -206,7 +221,7 @@ class Recovery:
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned of the memory."""
-        return {"max_load": self.max_load, "has_failed": self._has_failed, **self.bound.state_dict()}
+        return {"max_load": self.max_load, "is_learned": self.is_learned, **self.bound.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state.
@@ -215,11 +230,12 @@ class Recovery:
             StateError: it is not such a state.
         """
         try:
-            load, bound = state["max_load"], Bound.from_state(state)
-            has_failed = bool(state["has_failed"])
-            self.max_load = None if load is None else int(load)
+            bound, is_learned = Bound.from_state(state), bool(state.get("is_learned", False))
+            load = None if state["max_load"] is None else int(state["max_load"])
+            if load is not None and load < 1:
+                raise ValueError(f"a load must be at least 1, not {load}")
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
                 f"not the saved state of a step that recovers from running out of memory: {error}"
             ) from None
-        self.bound, self._has_failed = bound, has_failed
+        self.max_load, self.bound, self.is_learned = load, bound, is_learned

@@ -11,11 +11,12 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from accumulus import pytree
 from accumulus.grouping import ByTokens, Once
 from accumulus.microbatch import ByCount, BySize, Groups, Microbatches, Split
 from accumulus.step import TrainStep
 
-__all__ = ["at_most", "load_of", "resized", "sample_load_of", "smallest_of", "unit_of"]
+__all__ = ["at_most", "elements_of", "load_of", "resized", "sample_load_of", "smallest_of", "unit_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,24 @@ def load_of(parts: Microbatches) -> int:
 def sample_load_of(parts: Microbatches) -> int:
     """What the largest sample counts for in the load."""
     return 1 if parts.longest is None else parts.longest
+
+
+def elements_of(part: Any, num_samples: int) -> int:
+    """Numbers in the tensors of a micro-batch that grow with its samples: a measure by which samples are compared.
+
+    Where tensors of two dimensions or more have a row for each sample, those that have not are shared by all, as a mask
+    over the length is: in a small micro-batch they would make each sample look large. Else all are counted, as where
+    samples are packed one after another.
+
+    Args:
+        part: a micro-batch, or a whole batch.
+        num_samples: samples in it.
+    """
+    leaves, _ = pytree.flatten(part, lambda node, path: False, strict=False)
+    arrays = [leaf.value for leaf in leaves if pytree.is_array(leaf.value)]
+    by_row = [array for array in arrays if array.ndim and len(array) == num_samples]
+    counted = by_row if any(array.ndim > 1 for array in by_row) else arrays
+    return sum(pytree.num_elements(array) for array in counted)
 
 
 def smallest_of(step: TrainStep) -> int:

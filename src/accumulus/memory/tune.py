@@ -184,11 +184,16 @@ class Tuning:
         """
         try:
             measured = [(int(size), float(speed), int(count)) for size, speed, count in state["speeds"]]
-            return cls(
+            found = cls(
                 **{name: int(state[name]) for name in ("whole", "largest", "smallest", "num_steps")},
                 speeds={size: speed for size, speed, _ in measured},
                 counts={size: count for size, _, count in measured},
                 choice=None if state["choice"] is None else int(state["choice"]),
             )
+            if min(found.whole, found.largest, found.smallest, 1 if found.choice is None else found.choice) < 1:
+                raise ValueError("a size is below 1")
+            if not found.speeds.keys() <= set(found.sizes()):
+                raise ValueError(f"sizes {sorted(found.speeds)} were measured, and there are {found.sizes()}")
+            return found
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"not the saved state of a micro-batch tuning: {error}") from error

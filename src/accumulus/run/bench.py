@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from accumulus.errors import UsageError
+from accumulus.run.bench_config import BenchConfig
 from accumulus.run.cases import PLAIN, Case, list_cases
-from accumulus.run.config import BenchConfig
 from accumulus.units import format_bytes
 
 CAPTION = (

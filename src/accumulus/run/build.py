@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from accumulus import Precision, TrainStep
+from accumulus import Precision, TrainStep, by_tokens, memory
 from accumulus.dist.process import this_process
-from accumulus.errors import PrecisionError, UnsupportedError, UsageError
+from accumulus.errors import MemoryLimitError, PrecisionError, UnsupportedError, UsageError
 from accumulus.run.batches import Batches
 from accumulus.run.checkpoint import load_state
 from accumulus.run.config import TaskConfig, TrainConfig, check_resumed, read_config
+from accumulus.run.cut import AUTO, SAMPLES
 from accumulus.run.machine import choose_device, describe_environment
 from accumulus.run.parts import Run, collate_of
 from accumulus.run.record import make_folder, plan_folder
@@ -60,6 +61,7 @@ def make_run(config: TrainConfig, folder: Path) -> Run:
     Raises:
         UsageError: a part cannot be made from what was asked.
     """
+    memory_limit = choose_limit(config.memory_limit)
     device = choose_device(config.device)
     task = seeded_task(config, device)
     precision = choose_precision(config.precision, device)
@@ -88,7 +90,8 @@ def make_run(config: TrainConfig, folder: Path) -> Run:
             optimizer=optimizer,
             schedule=schedule,
             precision=precision,
-            microbatch=config.microbatch_size(),
+            microbatch=choose_microbatch(config, task),
+            memory_limit=memory_limit,
         ),
     )
 
@@ -122,6 +125,42 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     return precision
 
 
+def choose_microbatch(config: TrainConfig, task: Task) -> Any:
+    """What `TrainStep(microbatch=...)` takes.
+
+    Args:
+        config: says how batches are cut.
+        task: its `length` counts tokens.
+
+    Returns:
+        A number of samples, "auto" or a rule.
+
+    Raises:
+        UsageError: tokens are asked for, and the task does not say how long its samples are.
+    """
+    cut = config.cut()
+    if cut.unit == SAMPLES:
+        return AUTO if cut.size is None else cut.size
+    if task.length is None:
+        raise UsageError(
+            f"--microbatch {config.microbatch}: task {config.task!r} does not say how long a sample is; give its "
+            "acc.Task a length=, or --microbatch a number of samples"
+        )
+    return by_tokens(AUTO if cut.size is None else cut.size, length=task.length)
+
+
+def choose_limit(text: str) -> int | None:
+    """The bytes that `--memory-limit` stands for; None for "auto".
+
+    Raises:
+        UsageError: it is no amount of memory.
+    """
+    try:
+        return None if text == AUTO else memory.parse_bytes(text)
+    except MemoryLimitError as error:
+        raise UsageError(f"--memory-limit {text}: {error}") from None
+
+
 def make_step(
     config: TaskConfig,
     task: Task,
@@ -129,7 +168,8 @@ def make_step(
     optimizer: Any,
     schedule: WarmupCosine,
     precision: Precision,
-    microbatch: int,
+    microbatch: Any,
+    memory_limit: int | None = None,
 ) -> TrainStep:
     """The training step.
 
@@ -139,7 +179,8 @@ def make_step(
         optimizer: over the model's parameters.
         schedule: stepped once per applied step.
         precision: what to compute in.
-        microbatch: samples of a micro-batch.
+        microbatch: as `TrainStep` takes it.
+        memory_limit: bytes, where the micro-batch is chosen; None: what is there.
 
     Returns:
         A step that takes a list of samples.
@@ -157,6 +198,7 @@ def make_step(
             max_grad_norm=config.max_grad_norm,
             scheduler=schedule,
             collate=collate_of(task),
+            memory_limit=memory_limit,
             on_empty="skip",  # one empty batch must not end a long run; it is counted as skipped
         )
     except (ValueError, UnsupportedError) as error:  # the core's complaints about what it was given

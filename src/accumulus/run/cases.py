@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accumulus.run.config import BenchConfig
+from accumulus.run.bench_config import BenchConfig
 
 PLAIN = "plain loop"
 

@@ -9,6 +9,7 @@ import tyro
 
 from accumulus.errors import UsageError
 from accumulus.run.config import PRECISIONS, Name, TaskConfig, check_file
+from accumulus.run.cut import AUTO, read_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class CheckConfig(TaskConfig):
     batch_size: int = 16
     """Samples of the batch that is run whole and in pieces; more of them prove nothing more."""
 
-    microbatch: Annotated[str, tyro.conf.arg(metavar="INT|auto", help_behavior_hint="")] = "auto"
+    microbatch: Annotated[str, tyro.conf.arg(metavar="INT|auto", help_behavior_hint="")] = AUTO
     """One more way to cut the batch: so many samples at a time."""
 
     precision: str = "fp32"
@@ -34,6 +35,7 @@ class CheckConfig(TaskConfig):
     def validate(self) -> None:
         """As `TaskConfig.validate`."""
         super().validate()
+        self.microbatch_size()
         if self.precision not in PRECISIONS:
             raise UsageError(f"--precision {self.precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
         if self.batch_size < 2:
@@ -49,4 +51,4 @@ class CheckConfig(TaskConfig):
         Raises:
             UsageError: it is neither "auto" nor a number above zero.
         """
-        return self.batch_size if self.microbatch == "auto" else super().microbatch_size()
+        return self.batch_size if self.microbatch == AUTO else read_size(self.microbatch, batch_size=self.batch_size)

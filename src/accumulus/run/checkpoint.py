@@ -12,6 +12,7 @@ import torch
 from accumulus import random_state, set_random_state
 from accumulus.errors import UsageError
 from accumulus.run.batches import fingerprint
+from accumulus.run.machine import device_name
 from accumulus.run.parts import Run
 from accumulus.run.task import one_line
 
@@ -44,6 +45,7 @@ def save_state(run: Run, folder: Path) -> Path:
         "optimizer": run.optimizer.state_dict(),
         "schedule": run.schedule.state_dict(),
         "step": run.step.state_dict(),
+        "chosen_for": chosen_for(run),
         "progress": run.progress.state_dict(),
         "random": random_state(run.device),
     }
@@ -79,11 +81,33 @@ def load_state(run: Run, folder: Path) -> None:
         run.task.model.load_state_dict(state["model"])
         run.optimizer.load_state_dict(state["optimizer"])
         run.schedule.load_state_dict(state["schedule"])
-        run.step.load_state_dict(state["step"])
+        run.step.load_state_dict(step_state(run, state))
         run.progress.load_state_dict(state["progress"])
     except (KeyError, ValueError, RuntimeError) as error:
         raise UsageError(f"--resume {folder}: the state does not fit the task: {one_line(error)}") from error
     set_random_state(state["random"], run.device)
+
+
+def chosen_for(run: Run) -> dict[str, Any]:
+    """What a chosen micro-batch size depends on and a resumed run may change."""
+    config = run.config
+    return {
+        "microbatch": config.microbatch,
+        "memory_limit": config.memory_limit,
+        "device": device_name(run.device),
+        "compile": config.compile,
+    }
+
+
+def step_state(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved state of the step; without the chosen micro-batch size, where it was chosen for something else.
+
+    Args:
+        run: what goes on.
+        state: what was saved.
+    """
+    keeps = state.get("chosen_for") == chosen_for(run)
+    return {name: value for name, value in state["step"].items() if keeps or name != "microbatch"}
 
 
 def check_belongs(run: Run, state: Any, folder: Path) -> None:

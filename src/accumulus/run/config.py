@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias
@@ -13,14 +13,16 @@ import tomli_w
 import tyro
 
 from accumulus.errors import UsageError
+from accumulus.run.cut import AUTO, Cut
 
 CONFIG_FILE = "config.toml"
 DEFAULT_MINUTES = 1.2
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
-PICTURES = (".png", ".html")
 TASK_OPTIONS = ("data", "max_length", "d_model", "num_layers", "num_heads")
 NEEDS_LARGER_THAN_ZERO = ("batch_size", "steps", "minutes", "lr", "max_grad_norm", *TASK_OPTIONS[1:])
-MAY_CHANGE_ON_RESUME = frozenset({"steps", "minutes", "microbatch", "num_evals", "plain", "compile", "device"})
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"steps", "minutes", "microbatch", "memory_limit", "num_evals", "plain", "compile", "device"}
+)
 """What leaves the run's mathematics as it was: the law of the split is why `microbatch` is among them."""
 
 # Options without a value of their own: the help shows their type alone, and their text says what holds instead.
@@ -90,31 +92,29 @@ class TaskConfig:
             raise UsageError(f"--seed {self.seed} must fit 64 bits")
         if self.lr is not None and not math.isfinite(self.lr):
             raise UsageError(f"--lr {self.lr} must be a finite number; 0.005 is a start")
-        self.microbatch_size()
-
-    def microbatch_size(self) -> int:
-        """The samples of a micro-batch as a number.
-
-        Returns:
-            At least 1; at most the batch size.
-
-        Raises:
-            UsageError: it is "auto", which is not built yet, or not a number above zero.
-        """
-        if self.microbatch == "auto":
-            raise UsageError("--microbatch auto arrives with a later version; give a number, such as 32")
-        try:
-            size = int(self.microbatch)
-        except ValueError:
-            raise UsageError(f"--microbatch {self.microbatch!r} must be a number of samples, such as 32") from None
-        if size < 1:
-            raise UsageError(f"--microbatch {size} must be larger than 0")
-        return min(size, self.batch_size)
 
     def task_options(self) -> dict[str, Any]:
         """Those options of the task itself that were given."""
         given = {name: getattr(self, name) for name in TASK_OPTIONS}
         return {name: value for name, value in given.items() if value not in (None, ())}
+
+    def given_words(self, names: Iterable[str]) -> list[str]:
+        """What to write on the command line for options that are not as they are without a word.
+
+        Args:
+            names: of the options to write.
+
+        Returns:
+            The words, the task first.
+        """
+        defaults = {field.name: field.default for field in fields(self)}
+        words = [] if self.task == TaskConfig.task else [self.task]
+        for name in names:
+            value = getattr(self, name)
+            if name != "task" and value != defaults[name]:
+                shown = value if isinstance(value, tuple) else () if value is True else (str(value),)
+                words += [flag(name), *shown]
+        return words
 
     def to_toml(self) -> str:
         """The configuration as TOML; what is None is left out and is None again when read."""
@@ -156,6 +156,15 @@ class TrainConfig(TaskConfig):
         True
     """
 
+    microbatch: Annotated[str, tyro.conf.arg(metavar="auto|INT|INTtokens|auto-tokens")] = AUTO
+    """What goes through the model at a time: so many samples, or so many tokens, samples of similar length together;
+    auto and auto-tokens find in the first steps what fits and is fast, and survive running out of memory. Memory and
+    speed depend on it, and of the result only the last bits; auto depends on timing, so give a number, as the run
+    shows at its end, to repeat a run exactly."""
+
+    memory_limit: Annotated[str, tyro.conf.arg(metavar="8GiB|auto")] = AUTO
+    """With --microbatch auto: what training may take. auto: nine tenths of what is there."""
+
     precision: str = "auto"
     """auto (what this device does fast), fp32, tf32, bf16 or fp16."""
 
@@ -163,7 +172,8 @@ class TrainConfig(TaskConfig):
     """Steps over which the learning rate rises from zero."""
 
     steps: Count = None
-    """Steps to train. The learning rate then depends on the step alone, so the run can be repeated exactly."""
+    """Steps to train. The learning rate then depends on the step alone, so that with a number for --microbatch the
+    run can be repeated exactly."""
 
     minutes: Number = None
     """Time to train, held-out measurements included; with --steps, whichever ends first. Default: 1.2 where
@@ -176,8 +186,8 @@ class TrainConfig(TaskConfig):
     """The run folder. Default: runs/TASK-DATE-TIME."""
 
     resume: Name = None
-    """A run folder to go on with; its options hold, and only --steps, --minutes, --microbatch, --num-evals,
-    --device, --compile and --plain may be changed."""
+    """A run folder to go on with; its options hold, and only --steps, --minutes, --microbatch, --memory-limit,
+    --num-evals, --device, --compile and --plain may be changed."""
 
     compile: Switch = False
     """Compile the model with torch.compile: a slow start, then faster steps."""
@@ -188,6 +198,7 @@ class TrainConfig(TaskConfig):
     def validate(self) -> None:
         """As `TaskConfig.validate`."""
         super().validate()
+        self.cut()
         if self.precision not in PRECISIONS:
             raise UsageError(f"--precision {self.precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
         if self.warmup < 0 or self.num_evals < 0:
@@ -195,6 +206,22 @@ class TrainConfig(TaskConfig):
             raise UsageError(f"{flag(name)} {getattr(self, name)} must be at least 0")
         if self.minutes is not None and not math.isfinite(self.minutes):
             raise UsageError(f"--minutes {self.minutes} must be finite; leave it out and give --steps instead")
+        if self.memory_limit != AUTO and self.cut().size is not None:
+            raise UsageError(
+                f"--memory-limit {self.memory_limit} is for --microbatch auto, and --microbatch {self.microbatch} is "
+                "used as it is; leave one of them at auto"
+            )
+
+    def cut(self) -> Cut:
+        """How batches are cut.
+
+        Returns:
+            What `--microbatch` asks for, of at most as many samples as a batch has.
+
+        Raises:
+            UsageError: it cannot be read.
+        """
+        return Cut.parse(self.microbatch).within(self.batch_size)
 
     def limits(self) -> tuple[int | None, float | None]:
         """Steps and seconds after which the run ends; at least one of them is a number."""
@@ -202,100 +229,27 @@ class TrainConfig(TaskConfig):
             return None, DEFAULT_MINUTES * 60
         return self.steps, None if self.minutes is None else self.minutes * 60
 
+    def repeat_words(self, *, microbatch: str, num_steps: int) -> list[str]:
+        """What to write after `accumulus train` for a run like this one that comes out the same every time.
+
+        Args:
+            microbatch: a size, as `--microbatch` takes it.
+            num_steps: the steps of this run, where time limited it.
+
+        Returns:
+            The task and the options that were given, without the folder.
+        """
+        steps = self.steps if self.limits()[1] is None else num_steps
+        config = replace(self, microbatch=microbatch, memory_limit=AUTO, steps=steps, minutes=None)
+        leave_out = {"resume", "out", "plain"}
+        return config.given_words(field.name for field in fields(self) if field.name not in leave_out)
+
     def stored(self) -> TrainConfig:
         """The configuration as it goes into the run folder: it does not name itself, and can be used from anywhere."""
         where, colon, function = self.task.rpartition(":")
         task = f"{Path(where).absolute()}:{function}" if colon and where.endswith(".py") else self.task
         data = tuple(str(Path(path).absolute()) for path in self.data)
         return replace(self, resume=None, out=None, task=task, data=data)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchConfig(TaskConfig):
-    """Options of `accumulus bench`."""
-
-    steps: int = 4
-    """Measured steps of each case, after one that is left out."""
-
-    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    """Precisions to compare."""
-
-    json: Name = None
-    """A file for the figures."""
-
-    def validate(self) -> None:
-        """As `TaskConfig.validate`."""
-        super().validate()
-        check_precisions(self.precisions)
-        check_file("json", self.json)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig(TaskConfig):
-    """Options of `accumulus plan`.
-
-    Example:
-        >>> config = PlanConfig(task="mine.py:job", batch_size=512)
-        >>> " ".join(config.train_words(precision="bf16", microbatch=64))
-        'mine.py:job --batch-size 512 --microbatch 64 --precision bf16'
-    """
-
-    microbatch: Annotated[str, tyro.conf.arg(metavar="INT|auto", help_behavior_hint="")] = "auto"
-    """One more micro-batch size to list, besides powers of two, the whole batch and the largest that fits."""
-
-    device: str = "auto"
-    """Whose memory: auto (an accelerator where there is one), cpu, cuda, ..., or the name of an accelerator that
-    need not be here: A100-40GB, H100, ..."""
-
-    memory: Annotated[str, tyro.conf.arg(metavar="24GiB|auto")] = "auto"
-    """The memory to fit into. auto: what is free on the device now, or all that an accelerator of that name has."""
-
-    precisions: tuple[str, ...] = ("fp32", "bf16", "auto")
-    """Precisions to list; auto is the one that the device does fast. fp16 takes what bf16 takes."""
-
-    json: Name = None
-    """A file for the figures."""
-
-    picture: Annotated[str | None, tyro.conf.arg(metavar="FILE.png|FILE.html", help_behavior_hint="")] = None
-    """A file for the picture: a PNG, or a page that opens offline. Needs the extra "plot"."""
-
-    def validate(self) -> None:
-        """As `TaskConfig.validate`."""
-        super().validate()
-        check_precisions(self.precisions)
-        check_file("json", self.json)
-        check_file("picture", self.picture)
-        if self.picture is not None and Path(self.picture).suffix.lower() not in PICTURES:
-            raise UsageError(f"--picture {self.picture}: the name must end in {' or '.join(PICTURES)}")
-
-    def microbatch_size(self) -> int:
-        """The one more size to list; without one the whole batch, which is listed anyway.
-
-        Returns:
-            At least 1; at most the batch size.
-
-        Raises:
-            UsageError: it is neither "auto" nor a number above zero.
-        """
-        return self.batch_size if self.microbatch == "auto" else super().microbatch_size()
-
-    def train_words(self, *, precision: str, microbatch: int) -> list[str]:
-        """What to write after `accumulus train` to train what was planned.
-
-        Args:
-            precision: its name.
-            microbatch: samples of a micro-batch.
-
-        Returns:
-            The task, the options that were given, and the two that were chosen.
-        """
-        shared = [field for field in fields(TaskConfig) if field.name not in ("task", "microbatch")]
-        words = [] if self.task == TaskConfig.task else [self.task]
-        for field in shared:
-            value = getattr(self, field.name)
-            if value != field.default:
-                words += [flag(field.name), *(value if isinstance(value, tuple) else [str(value)])]
-        return [*words, "--microbatch", str(microbatch), "--precision", precision]
 
 
 def read_config(run_folder: str | Path) -> TrainConfig:
@@ -344,11 +298,12 @@ def changed_options(before: TrainConfig, now: TrainConfig) -> Mapping[str, Any]:
     return {name: getattr(now, name) for name in names if getattr(before, name) != getattr(now, name)}
 
 
-def check_precisions(names: Sequence[str]) -> None:
+def check_precisions(names: Sequence[str], option: str = "precisions") -> None:
     """Refuses precisions that are unknown, and none at all.
 
     Args:
-        names: what `--precisions` gave.
+        names: what the option gave.
+        option: its name.
 
     Raises:
         UsageError: see above.
@@ -356,7 +311,7 @@ def check_precisions(names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in PRECISIONS]
     if unknown or not names:
         shown = ", ".join(map(repr, unknown)) or "nothing"
-        raise UsageError(f"--precisions: {shown} is unknown; use some of {', '.join(PRECISIONS)}")
+        raise UsageError(f"{flag(option)}: {shown} is unknown; use some of {', '.join(PRECISIONS)}")
 
 
 def check_file(name: str, path: str | None) -> None:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from accumulus import Precision
 from accumulus.run import schedule
+from accumulus.run.cut import Cut, describe_record
 from accumulus.run.task import Task
 from accumulus.units import format_count, format_duration, format_rate
 
@@ -35,6 +36,8 @@ class Display(ABC):
         self.console = console
         self.unit = "samples"
         self.main_number = "loss"
+        self._last_choice: tuple[Any, ...] = ()
+        self._said_choice: tuple[Any, ...] = ()
 
     def say(self, text: str) -> None:
         """Prints a text as it is."""
@@ -44,7 +47,9 @@ class Display(ABC):
         """Says that the request to stop was heard."""
         self.say(f"{signal_name}: finishing this step, then saving; once more stops at once")
 
-    def describe(self, folder: Path, task: Task, *, precision: Precision, device: torch.device) -> None:
+    def describe(
+        self, folder: Path, task: Task, *, precision: Precision, device: torch.device, cut: Cut | None = None
+    ) -> None:
         """Says what is about to be trained, on what, and where it is written.
 
         Args:
@@ -52,6 +57,7 @@ class Display(ABC):
             task: what is trained.
             precision: in which precision.
             device: on which device.
+            cut: how its batches are cut.
         """
         self.unit = task.unit
         self.main_number = next(iter(task.derived), "loss")
@@ -63,6 +69,8 @@ class Display(ABC):
         )
         reason = f" ({precision.reason})" if precision.reason else ""
         self.say(f"device {device}, precision {precision}{reason}")
+        if cut is not None:
+            self.say(f"micro-batches {cut.describe()}")
         self.say(f"run folder {folder}")
 
     def show_heldout(self, record: Mapping[str, Any]) -> None:
@@ -71,6 +79,20 @@ class Display(ABC):
         names = [name for name in record if name not in ("step", "seconds")] if main is None else [main]
         shown = ", ".join(f"{words(name)} {record[name]:.4f}" for name in names)
         self.say(f"step {record['step']:>5}  held-out {shown}")
+
+    def show_choice(self, record: Mapping[str, Any]) -> None:
+        """Says the micro-batch size that was chosen, once it has stayed the same for two steps, and when it changes.
+
+        Args:
+            record: of a step. While sizes are tried, every step's differs, and nothing is said.
+        """
+        if "microbatch_reason" not in record:
+            return
+        choice = tuple(record[name] for name in ("microbatch", "microbatch_unit", "microbatch_reason"))
+        if choice == self._last_choice and choice != self._said_choice:
+            self.say(f"step {record['step']:>5}  micro-batches of {describe_record(record)}")
+            self._said_choice = choice
+        self._last_choice = choice
 
     @abstractmethod
     def show_step(self, record: Mapping[str, Any], progress: schedule.Progress) -> None:

@@ -14,9 +14,9 @@ import torch
 from accumulus import to_device
 from accumulus.errors import UsageError
 from accumulus.run.batches import Batches
+from accumulus.run.bench_config import BenchConfig
 from accumulus.run.build import choose_precision, make_step, seeded_task
 from accumulus.run.cases import Case
-from accumulus.run.config import BenchConfig
 from accumulus.run.evaluate import terms_of
 from accumulus.run.machine import choose_device, describe_environment, peak_bytes, resident_bytes
 from accumulus.run.parts import collate_of

@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from accumulus import AccumulusError, Precision, PrecisionError, memory
+from accumulus import AccumulusError, NumericsReport, Precision, PrecisionError, memory
 from accumulus.errors import UsageError
 from accumulus.run.batches import Batches
 from accumulus.run.build import choose_precision
-from accumulus.run.config import PlanConfig
 from accumulus.run.parts import collate_of
+from accumulus.run.plan_config import PlanConfig
 from accumulus.run.plan_measures import Job, explain_shortfall
 from accumulus.run.plan_result import Plan
 from accumulus.run.plan_rows import Choice, choose, make_rows
@@ -296,12 +296,12 @@ def with_command(choice: Choice, config: PlanConfig, target: Target) -> Choice:
     return replace(choice, command=shlex.join(["accumulus", "train", *words]))
 
 
-def write_json(path: Path, found: Plan) -> None:
+def write_json(path: Path, found: Plan | NumericsReport) -> None:
     """Writes the figures.
 
     Args:
         path: the file; replaced.
-        found: the plan.
+        found: the plan, or another report that turns into plain values.
 
     Raises:
         UsageError: it cannot be written.

@@ -9,8 +9,8 @@ import torch
 
 from accumulus import AccumulusError, Precision, memory
 from accumulus.errors import UsageError
-from accumulus.run.config import PlanConfig
 from accumulus.run.machine import choose_device, device_name
+from accumulus.run.plan_config import PlanConfig
 from accumulus.run.plan_rows import Limit
 
 WITHOUT_BF16 = {"V100": "fp16", "T4": "fp16", "P100": "fp32"}

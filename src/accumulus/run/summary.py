@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from accumulus.run.cut import describe_record
 from accumulus.run.record import ENVIRONMENT_FILE, HELDOUT_FILE, METRICS_FILE, read_records
 from accumulus.units import format_bytes, format_count, format_duration, format_rate
 
@@ -28,6 +29,7 @@ def summarize(folder: Path) -> dict[str, Any]:
     environment = json.loads((folder / ENVIRONMENT_FILE).read_text("utf-8"))
     return {
         "folder": str(folder),
+        "microbatch": describe_record(steps[-1]),
         "precision": environment["precision"],
         "precision_reason": environment["precision_reason"],
         "num_steps": steps[-1]["step"],
@@ -60,6 +62,7 @@ def show_summary(console: Console, summary: Mapping[str, Any], *, unit: str) -> 
         ("speed", format_rate(summary["tokens_per_second"], unit)),
         ("peak memory", format_bytes(summary["peak_bytes"])),
         ("precision", summary["precision"]),
+        ("micro-batch", summary["microbatch"]),
         ("training loss", change(summary["loss_first"], summary["loss_last"])),
     ]
     if summary["heldout_first"] is not None:

@@ -32,7 +32,8 @@ class Task:
         train_data: a sequence of samples (`len` and indexing).
         eval_data: a sequence of held-out samples.
         collate: makes a micro-batch from a list of samples; `torch.utils.data.default_collate` without it.
-        length: the length of a sample, for those verbs that group samples by length.
+        length: the length of a sample: batches are sorted by it, and `--microbatch 8192tokens` or `auto-tokens` counts
+            by it.
         evaluate: `evaluate(model, eval_data)` gives held-out numbers by name, `"loss"` among them; without it
             the mean loss over `eval_data` is taken, exactly, whatever the pieces.
         sample: `sample(model)` gives a text that shows what the model can do, printed at the end.
