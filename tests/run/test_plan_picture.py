@@ -12,6 +12,7 @@ from accumulus.errors import UsageError
 from accumulus.run import plan_picture
 from accumulus.run.plan_picture import COLORS, axis_end, drawn_rows, make_chart, to_page, write_picture
 from accumulus.units import format_bytes
+from tests.browser import opened
 
 from .lines import PARTS, Line, make_plan
 from .test_plan_table import shortfall
@@ -49,6 +50,12 @@ def test_png_is_a_png_of_the_size_that_its_rows_need(tmp_path):
         assert width >= 2 * 640
         heights.append(height)
     assert 300 < heights[0] < heights[1]
+
+
+def test_in_a_real_browser(tmp_path):
+    dom = opened(to_page(make_plan(16 * GIB, CURVES)), tmp_path)
+    assert dom.count("<svg") >= 1
+    assert all(part in dom for part in PARTS)
 
 
 def test_the_page_fetches_nothing():
