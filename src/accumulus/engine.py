@@ -67,7 +67,7 @@ class Engine:
     ) -> None:
         if not callable(getattr(model, "named_modules", None)):
             raise OptimizerError(f"model must be a torch.nn.Module, not {describe(model)}")
-        self.choice: Callable[[], Choice | None] | None = None  # of whoever chooses micro-batch sizes
+        self.describe_choice: Callable[[], Choice | None] | None = None  # of whoever chooses micro-batch sizes
         self.model, self.sync = model, choose_sync(model)
         self.device = device_of(model, device)
         self.precision = Precision.parse(precision, self.device)
@@ -146,7 +146,7 @@ class Engine:
         try:
             measured = self.update.measure(totals.divisor, totals.is_valid)
             # Before the parameters change: until here all can be run again, and afterwards nothing needs memory.
-            choice = None if self.choice is None else self.choice()
+            choice = None if self.describe_choice is None else self.describe_choice()
             result = make_result(totals, measured, window.scale, num_samples=num_samples, choice=choice)
             outcome = Outcome(measured.all_finite, measured.applied)
             self.update.apply(measured)  # the only change of a parameter

@@ -120,7 +120,7 @@ def choose_split(microbatch: object) -> Split:
         return BySize(sys.maxsize)  # the whole batch, until a size has been chosen
     if any(callable(getattr(microbatch, name, None)) for name in ("sizes", "groups")):
         return microbatch  # type: ignore[return-value]
-    return BySize(_positive(microbatch, "microbatch takes a number of samples or a rule such as by_count(8)"))
+    return BySize(_positive(microbatch, "microbatch takes 'auto', a number of samples or a rule such as by_count(8)"))
 
 
 class Microbatches:

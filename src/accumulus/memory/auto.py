@@ -82,7 +82,7 @@ class Auto:
         self._is_stale = True  # a new tuning is due
         self._trial: Trial | None = None
         self._size = 0  # of the present step
-        step.choice = self._choice
+        step.describe_choice = self._choice
         self._tried: set[int] = set()  # in this process: what is new may have to be compiled first
 
     def __call__(self, batch: Batch) -> StepResult:
