@@ -49,11 +49,13 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         by_mean: every draw is the mean of its distribution, so that dropout passes all on; else an element's draw goes
             by its place in all dimensions but the first, and by a number drawn once, which keeps it a draw.
+        at: every draw is this quantile of its distribution instead, which leaves noise and dropout something to do.
     """
 
-    def __init__(self, *, by_mean: bool) -> None:
+    def __init__(self, *, by_mean: bool = False, at: float | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._by_mean = by_mean
+        self._at = 0.5 if by_mean else at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         words = dict(kwargs or {})
@@ -71,8 +73,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def chances(self, like: Tensor) -> Tensor:
         """Numbers between 0 and 1, of the tensor's shape, alike for every index of its first dimension."""
-        if self._by_mean:
-            return torch.full(like.shape, 0.5, dtype=torch.float64, device=like.device)
+        if self._at is not None:
+            return torch.full(like.shape, self._at, dtype=torch.float64, device=like.device)
         total = torch.randint(0, 2**31, (1,) * max(1, like.ndim)).to(like.device)
         for dimension in range(1, like.ndim):
             shape = [1] * like.ndim

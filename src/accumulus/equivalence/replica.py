@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -22,6 +24,7 @@ from accumulus.together import as_one
 __all__ = ["Replica", "cast", "replicate", "replicate_original"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 CONTAINERS = (list, dict, set, deque)
 SHARED = (types.ModuleType, type, types.BuiltinFunctionType, str, bytes, int, float, complex, type(None), torch.dtype)
 """What may hold no state of its own that a run could change."""
@@ -151,7 +154,8 @@ def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> type
     for name in _names(function.__code__):
         value = function.__globals__.get(name)
         is_ours = isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
-        if is_ours or isinstance(value, (nn.Module, Tensor, torch.Generator, *CONTAINERS)):
+        is_ours |= hasattr(value, "__dict__") and type(value).__module__ == function.__module__
+        if is_ours or isinstance(value, (nn.Module, Tensor, *GENERATORS, *CONTAINERS)):
             scope[name] = _held(value, memo)
     for cell, old in zip(cells, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not filled yet
