@@ -377,3 +377,43 @@ def test_a_loss_that_never_reaches_the_model_is_one_sentence():
         acc.check(
             nn.Linear(4, 1), lambda model, rows: rows.sum() * torch.ones((), requires_grad=True), torch.ones(4, 4)
         )
+
+
+def test_a_hook_on_a_parameter_acts_on_copies_too():
+    """It clips each micro-batch's gradient where the whole batch's was to be clipped."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    model.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    before = list(model.weight._backward_hooks)
+    report = acc.check(model, lambda model, rows: model(rows).square().mean(), torch.randn(12, 4))
+    assert not report
+    assert [row.name for row in report.differences if not row.is_equal] == ["weight"]
+    assert list(model.weight._backward_hooks) == before and model.weight.grad is None
+
+
+class Drawn(nn.Module):
+    """A layer, and draws of a distribution that it parameterises."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.linear, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, rows):
+        return self.draw(self.linear(rows))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda value: F.rrelu(value, training=True),
+        lambda value: value * torch.poisson(torch.ones_like(value)),
+        lambda value: value * torch.binomial(torch.full_like(value, 3), torch.full_like(value, 0.5)),
+        lambda value: torch.distributions.Dirichlet(F.softplus(value) + 0.1).rsample(),
+        lambda value: torch.distributions.Beta(F.softplus(value) + 0.1, F.softplus(-value) + 0.1).rsample(),
+    ],
+)
+def test_rare_distributions_are_random_and_not_wrong(draw):
+    torch.manual_seed(0)
+    report = acc.check(Drawn(draw), lambda model, rows: model(rows).square().mean(), torch.randn(12, 4))
+    assert report, str(report)
+    assert [cause.kind for cause in report.causes] == [Kind.RANDOM]

@@ -126,6 +126,32 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (value * mask / (1 - chance)).to(value.dtype), mask
 
 
+def _count(draws: Draws, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
+    """`poisson` and `binomial`."""
+    mean = args[0] * args[1] if func.overloadpacket.__name__ == "binomial" else args[0]
+    found: Tensor = (2 * mean * draws.chances(args[0])).round().to(args[0].dtype)
+    return found
+
+
+def _positive(draws: Draws, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
+    """Gamma and Dirichlet distributions, of which Beta and others are made."""
+    value = args[0] * (0.5 + draws.chances(args[0])).to(args[0].dtype)
+    made: Tensor = value / value.sum(-1, keepdim=True) if "dirichlet" in func.overloadpacket.__name__ else value
+    return made
+
+
+def _leak(draws: Draws, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
+    """`rrelu`, whose slope below zero is drawn; its backward pass reads the slopes from the second argument."""
+    value, noise = args[0], args[1]
+    if not given.get("training", False):
+        return func(*args, **words)  # type: ignore[no-any-return]
+    low, high = given.get("lower", 0.125), given.get("upper", 1 / 3)
+    slope = (low + (high - low) * draws.chances(value)).to(value.dtype)
+    noise.copy_(torch.where(value <= 0, slope, torch.ones_like(slope)))
+    made: Tensor = value * noise
+    return value.copy_(made) if func.overloadpacket.__name__.endswith("_") else made
+
+
 def _made(func: Any, args: Any, words: Any) -> Tensor:
     """A tensor as an operator makes it, of whose numbers none are used up: how many it draws depends on its size."""
     state = torch.get_rng_state()
@@ -176,4 +202,7 @@ HANDLERS: dict[str, Callable[[Draws, Any, Any, Any, Mapping[str, Any]], Any]] = 
     "randperm": Draws.permute,
     "multinomial": Draws.choose,
     "native_dropout": Draws.dropout,
+    **dict.fromkeys(("poisson", "binomial"), _count),
+    **dict.fromkeys(("_standard_gamma", "_sample_dirichlet"), _positive),
+    **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_"), _leak),
 }

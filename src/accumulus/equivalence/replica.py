@@ -109,6 +109,10 @@ def replicate(replica: Replica) -> Replica:
                 hooks[key] = _copied(hook, memo)
     for parameter in (*model.parameters(), *extras):
         parameter.grad = None
+    old = (*replica.model.parameters(), *replica.extras)
+    for source, made in zip(old, (*model.parameters(), *extras), strict=True):
+        for hook in list((source._backward_hooks or {}).values()):  # which torch's own copy leaves out
+            made.register_hook(_copied(hook, memo))  # type: ignore[no-untyped-call]
     return Replica(model, loss_fn, extras, replica.trained)
 
 
