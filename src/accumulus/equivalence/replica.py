@@ -113,6 +113,8 @@ def replicate(replica: Replica) -> Replica:
     for source, made in zip(old, (*model.parameters(), *extras), strict=True):
         for hook in list((source._backward_hooks or {}).values()):  # which torch's own copy leaves out
             made.register_hook(_copied(hook, memo))  # type: ignore[no-untyped-call]
+        for hook in list((getattr(source, "_post_accumulate_grad_hooks", None) or {}).values()):
+            made.register_post_accumulate_grad_hook(_copied(hook, memo))  # type: ignore[no-untyped-call]
     return Replica(model, loss_fn, extras, replica.trained)
 
 
