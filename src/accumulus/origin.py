@@ -24,6 +24,8 @@ MADE, HELD, GIVEN, WRITTEN = "made", "held", "given", "written"
 masks."""
 
 WITHOUT_DATA = ("empty", "new_empty")
+LARGEST_HALF = 65504.0
+"""The largest number of float16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,8 +312,9 @@ def lowest(call: Call) -> float | None:
     """The number near the end of float32 that went into a cast or a sum, which a narrower dtype cannot hold."""
     if call.name not in ("to_copy", "add", "sub", "mul", "copy", "where", "masked_fill"):
         return None
-    lows = [float(tensor.detach().float().min()) for tensor in call.inputs if is_floating(tensor)]
-    lows = [low for low in lows if math.isfinite(low) and low < -65504]
+    ends = [tensor.detach().float().aminmax() for tensor in call.inputs if is_floating(tensor) and tensor.numel()]
+    lows = [float(low) for low, high in ends if float(high) <= LARGEST_HALF]  # large both ways it is no mask
+    lows = [low for low in lows if math.isfinite(low) and low < -LARGEST_HALF]
     return min(lows, default=None)
 
 

@@ -31,6 +31,11 @@ def narrow():
     return acc.Task(model=model, optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-7),
                     loss_fn=lambda model, x: model(x).float().square().mean(),
                     train_data=list(torch.randn(32, 4).bfloat16()))
+
+def broken():
+    model = torch.nn.Linear(4, 1)
+    return acc.Task(model=model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+                    loss_fn=lambda model, x: model(x[:, :2]).mean(), train_data=list(torch.randn(32, 4)))
 """
 
 
@@ -89,6 +94,14 @@ def test_a_sick_task_is_told_and_the_exit_code_says_so(sick, capsys):
     assert main(["doctor", f"{sick}:task", *QUICK, "--precision", "fp32"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "1. non-finite" in out and "made by '1', div in the backward pass" in out
+
+
+def test_a_task_that_fails_is_no_finding(sick, capsys):
+    """Exit code 1 would say that the numbers are bad; they were never looked at."""
+    assert main(["doctor", f"{sick}:broken", *QUICK]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert "its loss function failed: RuntimeError: mat1 and mat2" in shown.err
 
 
 def test_a_task_with_16_bit_parameters(sick, capsys):

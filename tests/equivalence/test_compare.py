@@ -36,10 +36,10 @@ def test_the_whole_gradient_is_one_vector():
 
 def test_what_is_allowed_follows_the_floor_and_has_a_lid():
     floor = Floor(torch.float64, {"a": 1e-16, "b": 1e-9, "c": 0.3})
-    assert floor.allowed("b") == LARGEST_ALLOWED  # another quantity's floor raises it, a little
+    assert floor.allowed("b") == LARGEST_ALLOWED[torch.float64]  # another quantity's floor raises it, a little
     assert Floor(torch.float64, {"a": 1e-16}).allowed("a") == 1e-12
     assert Floor(torch.float64, {"a": 1e-10}).allowed("a") == pytest.approx(3e-9)
-    assert Floor(torch.float64, {"a": 0.3}).allowed("a") == LARGEST_ALLOWED
+    assert Floor(torch.float64, {"a": 0.3}).allowed("a") == LARGEST_ALLOWED[torch.float64]
     assert Floor(torch.float32, {}).allowed("a") == 5e-6
 
 

@@ -278,3 +278,151 @@ def test_bad_options_are_one_sentence():
     model.handle = (item for item in ())
     with pytest.raises(acc.UnsupportedError, match="cannot be copied"):
         acc.check(model, L.classify, L.vectors())
+
+
+class NoiseOfTheBatch(nn.Module):
+    """Noise as large as the batch's spread: with the noise at its mean, zero, nothing of it is left to see."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, rows):
+        hidden = self.linear(rows)
+        return hidden + 0.3 * torch.randn_like(hidden) * hidden.std(0, unbiased=False)
+
+
+class DroppedTimesMean(nn.Module):
+    """What dropout changed, times a batch mean: nothing, where dropout passes all on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, rows):
+        hidden = self.linear(rows)
+        return hidden + (self.dropout(hidden) - hidden) * hidden.mean(0)
+
+
+@pytest.mark.parametrize("kind", [NoiseOfTheBatch, DroppedTimesMean])
+def test_what_draws_at_their_mean_hide_is_found(kind):
+    torch.manual_seed(0)
+    model = kind()
+    report = acc.check(model, lambda model, rows: model(rows).square().mean(), torch.randn(8, 4))
+    assert not report
+    assert Kind.MIXING in {cause.kind for cause in report.causes if cause.is_wrong}
+
+
+def test_a_loss_that_depends_on_the_order_is_not_rounding():
+    torch.manual_seed(0)
+
+    def loss_fn(model, rows):
+        return (model(rows).square().mean(1) * (1 + 1e-5 * torch.arange(len(rows)))).mean()
+
+    assert not acc.check(nn.Linear(4, 4), loss_fn, torch.randn(8, 4))
+
+
+class Times:
+    """A loss function's helper that counts, as many users write it, at the top of their file."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, loss):
+        self.count += 1
+        return loss * self.count
+
+
+TIMES, NUMBERS = Times(), np.random.default_rng(0)
+
+
+def test_helpers_and_generators_of_the_file_are_left_as_they_were():
+    def loss_fn(model, rows):
+        noise = torch.from_numpy(NUMBERS.normal(size=tuple(rows.shape))).to(rows)
+        return TIMES(model(rows + noise).square().mean())
+
+    before = NUMBERS.bit_generator.state
+    report = acc.check(nn.Linear(4, 1), loss_fn, torch.randn(8, 4))
+    assert Kind.NONDETERMINISTIC not in {cause.kind for cause in report.causes}
+    assert TIMES.count == 0 and NUMBERS.bit_generator.state == before
+
+
+class Packed(nn.Module):
+    """An LSTM that runs packed, as samples of several lengths do."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6, batch_first=True)
+
+    def forward(self, rows, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0]
+
+
+def test_a_packed_lstm_is_not_accused_of_mixing():
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 5, 4), "n": torch.tensor([5, 2, 3, 4, 5, 1, 2, 3])}
+
+    def loss_fn(model, batch):
+        found = model(batch["x"], batch["n"])
+        return found[torch.arange(found.shape[1]) < batch["n"][:, None]].square().mean()
+
+    report = acc.check(Packed(), loss_fn, batch)
+    assert [(cause.kind, cause.where) for cause in report.causes] == [(Kind.WEIGHT, ("the loss",))]
+
+
+def test_a_loss_that_never_reaches_the_model_is_one_sentence():
+    with pytest.raises(acc.LossError, match="first argument, not a model from outside"):
+        acc.check(
+            nn.Linear(4, 1), lambda model, rows: rows.sum() * torch.ones((), requires_grad=True), torch.ones(4, 4)
+        )
+
+
+def test_a_hook_on_a_parameter_acts_on_copies_too():
+    """It clips each micro-batch's gradient where the whole batch's was to be clipped."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    model.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    report = acc.check(model, lambda model, rows: model(rows).square().mean(), torch.randn(12, 4))
+    assert [row.name for row in report.differences if not row.is_equal] == ["weight"]
+    assert model.weight.grad is None
+
+
+def test_a_hook_that_changes_gradients_in_place_is_refused_as_in_training():
+    model = nn.Linear(4, 4)
+
+    def clamp(weight):
+        weight.grad.clamp_(-0.01, 0.01)
+
+    model.weight.register_post_accumulate_grad_hook(clamp)
+    with pytest.raises(acc.UnsupportedError, match="no split could be run"):
+        acc.check(model, lambda model, rows: model(rows).square().mean(), torch.randn(12, 4))
+
+
+class Drawn(nn.Module):
+    """A layer, and draws of a distribution that it parameterises."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.linear, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, rows):
+        return self.draw(self.linear(rows))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda value: F.rrelu(value, training=True),
+        lambda value: value * torch.poisson(torch.ones_like(value)),
+        lambda value: value * torch.binomial(torch.full_like(value, 3), torch.full_like(value, 0.5)),
+        lambda value: torch.distributions.Dirichlet(F.softplus(value) + 0.1).rsample(),
+        lambda value: torch.distributions.Beta(F.softplus(value) + 0.1, F.softplus(-value) + 0.1).rsample(),
+    ],
+)
+def test_rare_distributions_are_random_and_not_wrong(draw):
+    torch.manual_seed(0)
+    report = acc.check(Drawn(draw), lambda model, rows: model(rows).square().mean(), torch.randn(12, 4))
+    assert report, str(report)
+    assert [cause.kind for cause in report.causes] == [Kind.RANDOM]

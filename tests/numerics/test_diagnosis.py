@@ -224,3 +224,26 @@ def test_findings_do_not_depend_on_how_a_batch_is_cut():
         for size in (8, 3, 1)
     }
     assert len(kinds) == 1
+
+
+def test_what_no_scale_cures_is_not_put_down_to_the_scale():
+    """A root of zero, whose derivative no loss scale makes finite; the scaled loss overflows fp16 besides."""
+    model = nn.Linear(4, 1)
+
+    def rooted(model, rows):
+        return (model(rows) * 0).abs().sqrt().mean()
+
+    report = acc.diagnose(model, [torch.randn(8, 4)], loss_fn=rooted, rounds=0)
+    assert report.origin.operator in ("div", "sqrt", "mul")
+    assert report.origin.is_backward
+
+
+def test_large_data_is_not_called_a_mask():
+    report = acc.diagnose(nn.Linear(4, 1), [1e6 * torch.randn(8, 4)], loss_fn=squares, rounds=0)
+    assert "inf" in str(report.origin) and "mask" not in str(report.origin)
+
+
+@pytest.mark.parametrize("ratio", ["a", -1, 1.5, True, float("nan")])
+def test_a_ratio_that_is_none_is_one_sentence(ratio):
+    with pytest.raises(acc.BatchError, match="underflow_ratio must be a number between 0 and 1"):
+        acc.diagnose(nn.Linear(4, 1), [torch.randn(8, 4)], loss_fn=squares, underflow_ratio=ratio)

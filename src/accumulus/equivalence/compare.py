@@ -13,7 +13,7 @@ from accumulus.equivalence.lab import Lab
 from accumulus.equivalence.report import Difference
 from accumulus.equivalence.runs import Outcome, whole
 
-__all__ = ["Floor", "combined_error", "gradient_errors", "measure_floor", "relative"]
+__all__ = ["LARGEST_ALLOWED", "Floor", "combined_error", "gradient_errors", "measure_floor", "relative"]
 
 EXACT = {torch.float64: 1e-12, torch.float32: 5e-6}
 """The law of the split: how far an accumulated gradient may lie from the whole batch's."""
@@ -21,8 +21,9 @@ EXACT = {torch.float64: 1e-12, torch.float32: 5e-6}
 MARGIN = 30.0
 """A single permutation shows some rounding and not the worst."""
 
-LARGEST_ALLOWED = 1e-4
-"""Whatever a permutation does: a loss that depends on the samples' order is not rounding."""
+LARGEST_ALLOWED = {torch.float64: 5e-6, torch.float32: 1e-4}
+"""Whatever a permutation does: a loss that depends on the samples' order is not rounding. In float64 no more than the
+law of float32, in which a part may compute that cannot be widened."""
 
 SMALL_SHARE = 1e-4
 """A parameter's error is judged against its own gradient, or this share of the whole one where its own is smaller:
@@ -40,6 +41,7 @@ class Floor:
     def __init__(self, dtype: torch.dtype, errors: Mapping[str, float]) -> None:
         self._errors = errors
         self._exact = EXACT.get(dtype, 5e-6)
+        self._largest = LARGEST_ALLOWED.get(dtype, 1e-4)
 
     def of(self, name: str) -> float:
         """The error that rounding makes."""
@@ -48,7 +50,7 @@ class Floor:
     def allowed(self, name: str) -> float:
         """Up to where an error is rounding."""
         worst = max((error for error in self._errors.values() if math.isfinite(error)), default=0.0)
-        return min(max(self._exact, MARGIN * self.of(name), MARGIN / 10 * worst), LARGEST_ALLOWED)
+        return min(max(self._exact, MARGIN * self.of(name), MARGIN / 10 * worst), self._largest)
 
     @property
     def tolerance(self) -> float:

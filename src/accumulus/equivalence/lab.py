@@ -21,6 +21,9 @@ from accumulus.microbatch import to_device
 
 __all__ = ["Lab", "States", "undisturbed"]
 
+TILT = 0.29
+"""A quantile away from the mean of any distribution in use, and below the chance to be kept of any usual dropout."""
+
 
 @dataclass(frozen=True, eq=False)
 class States:
@@ -80,7 +83,7 @@ class Lab:
         device: where the model computes.
         dtype: what floating tensors are cast to; None leaves them as they are.
         states: the random states with which every run begins.
-        draws: "own", or how draws are made comparable: "shared" or "mean".
+        draws: "own", or how draws are made comparable: "shared", "mean" or "tilted", which is off the mean.
         frozen: modules that run in evaluation mode.
     """
 
@@ -108,7 +111,7 @@ class Lab:
         for name, module in made.model.named_modules():
             if name in self.frozen:
                 module.eval()
-            if self.draws == "mean" and isinstance(module, torch.nn.RNNBase):
+            if self.draws in ("mean", "tilted") and isinstance(module, torch.nn.RNNBase):
                 module.dropout = 0.0  # cuDNN's kernel draws by itself
         return made
 
@@ -124,7 +127,7 @@ class Lab:
                 torch.set_default_dtype(torch.float64)
                 stack.enter_context(Widened())
             if self.draws != "own":
-                stack.enter_context(Draws(by_mean=self.draws == "mean"))
+                stack.enter_context(Draws(by_mean=self.draws == "mean", at=TILT if self.draws == "tilted" else None))
             try:
                 yield
             finally:

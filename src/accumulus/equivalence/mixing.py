@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from accumulus import pytree
 from accumulus.equivalence.lab import Lab
@@ -190,6 +191,8 @@ def _alone(lab: Lab, base: Trace, larger: Trace, counts: _Counts) -> dict[int, f
     parents = {call.parent for call in base.calls}
     modules = dict(lab.fresh().model.named_modules())
     for call, other in zip(base.calls, larger.calls, strict=True):
+        if _is_packed(call.arguments):  # step by step, not sample by sample: its rows are no samples
+            continue
         if call.index in parents or not any(_shared(count) > 0 for count in counts.inputs[call.index]):
             continue
         rows = [_grown(one, two) for one, two in zip(call.inputs, other.inputs, strict=False)]
@@ -198,6 +201,14 @@ def _alone(lab: Lab, base: Trace, larger: Trace, counts: _Counts) -> dict[int, f
         if share > 0:
             shares[call.index] = share
     return shares
+
+
+def _is_packed(tree: Any) -> bool:
+    if isinstance(tree, PackedSequence):
+        return True
+    return isinstance(tree, (tuple, list, dict)) and any(
+        map(_is_packed, tree.values() if isinstance(tree, dict) else tree)
+    )
 
 
 def _grown(one: Tensor, two: Tensor) -> tuple[int, int] | None:

@@ -49,11 +49,13 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         by_mean: every draw is the mean of its distribution, so that dropout passes all on; else an element's draw goes
             by its place in all dimensions but the first, and by a number drawn once, which keeps it a draw.
+        at: every draw is this quantile of its distribution instead, which leaves noise and dropout something to do.
     """
 
-    def __init__(self, *, by_mean: bool) -> None:
+    def __init__(self, *, by_mean: bool = False, at: float | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._by_mean = by_mean
+        self._at = 0.5 if by_mean else at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         words = dict(kwargs or {})
@@ -71,8 +73,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def chances(self, like: Tensor) -> Tensor:
         """Numbers between 0 and 1, of the tensor's shape, alike for every index of its first dimension."""
-        if self._by_mean:
-            return torch.full(like.shape, 0.5, dtype=torch.float64, device=like.device)
+        if self._at is not None:
+            return torch.full(like.shape, self._at, dtype=torch.float64, device=like.device)
         total = torch.randint(0, 2**31, (1,) * max(1, like.ndim)).to(like.device)
         for dimension in range(1, like.ndim):
             shape = [1] * like.ndim
@@ -122,6 +124,32 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value.clone(), torch.ones_like(value, dtype=torch.bool)
         mask = self.chances(value) >= chance
         return (value * mask / (1 - chance)).to(value.dtype), mask
+
+
+def _count(draws: Draws, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
+    """`poisson` and `binomial`."""
+    mean = args[0] * args[1] if func.overloadpacket.__name__ == "binomial" else args[0]
+    found: Tensor = (2 * mean * draws.chances(args[0])).round().to(args[0].dtype)
+    return found
+
+
+def _positive(draws: Draws, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
+    """Gamma and Dirichlet distributions, of which Beta and others are made."""
+    value = args[0] * (0.5 + draws.chances(args[0])).to(args[0].dtype)
+    made: Tensor = value / value.sum(-1, keepdim=True) if "dirichlet" in func.overloadpacket.__name__ else value
+    return made
+
+
+def _leak(draws: Draws, func: Any, args: Any, words: Any, given: Mapping[str, Any]) -> Tensor:
+    """`rrelu`, whose slope below zero is drawn; its backward pass reads the slopes from the second argument."""
+    value, noise = args[0], args[1]
+    if not given.get("training", False):
+        return func(*args, **words)  # type: ignore[no-any-return]
+    low, high = given.get("lower", 0.125), given.get("upper", 1 / 3)
+    slope = (low + (high - low) * draws.chances(value)).to(value.dtype)
+    noise.copy_(torch.where(value <= 0, slope, torch.ones_like(slope)))
+    made: Tensor = value * noise
+    return value.copy_(made) if func.overloadpacket.__name__.endswith("_") else made
 
 
 def _made(func: Any, args: Any, words: Any) -> Tensor:
@@ -174,4 +202,7 @@ HANDLERS: dict[str, Callable[[Draws, Any, Any, Any, Mapping[str, Any]], Any]] = 
     "randperm": Draws.permute,
     "multinomial": Draws.choose,
     "native_dropout": Draws.dropout,
+    **dict.fromkeys(("poisson", "binomial"), _count),
+    **dict.fromkeys(("_standard_gamma", "_sample_dirichlet"), _positive),
+    **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_"), _leak),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from accumulus.dist.sync import choose_sync
 from accumulus.engine import device_of
 from accumulus.equivalence import remedies
 from accumulus.equivalence.causes import find_causes
-from accumulus.equivalence.compare import Floor, combined_error, differences, measure_floor
+from accumulus.equivalence.compare import LARGEST_ALLOWED, Floor, combined_error, differences, measure_floor
 from accumulus.equivalence.lab import Lab, undisturbed
 from accumulus.equivalence.lowered import measure_precision
 from accumulus.equivalence.replica import cast, replicate_original
@@ -34,8 +35,8 @@ from accumulus.update import check_optimizer
 
 __all__ = ["check"]
 
-BELIEVED = 1e-5
-"""A floor above it is not rounding but order: what a permutation changes, a split may, too."""
+BELIEVED = LARGEST_ALLOWED[torch.float64]
+"""A floor that reaches it is not rounding but order: what a permutation changes, a split may, too."""
 
 
 def check(
@@ -182,8 +183,7 @@ class _Trial:
                 self.notes.append(f"{lab.num_samples} samples whole did not fit in memory; compared at {half}.")
                 lab = lab.but(batch=_first(lab.batch, half, self.collate))
                 continue
-            finite = [torch.isfinite(gradient).all() for gradient in right.gradients.values()]
-            if right.loss != right.loss or abs(right.loss) == float("inf") or not all(map(bool, finite)):
+            if not _is_finite(right):
                 raise LossError(f"the whole batch gives a loss of {right.loss:g} or a gradient that is not finite")
             return lab, right
 
@@ -222,6 +222,9 @@ class _Trial:
                 break
             lab, floor = other, measure_floor(other, right, dtype)
             outcomes, problems = _run_splits(lab, right, rules)
+        if lab.draws == "mean" and all(row.is_equal for row in differences(outcomes, right, floor)):
+            hidden = _behind_the_mean(lab, rules, dtype)
+            lab, right, floor, outcomes, problems = hidden or (lab, right, floor, outcomes, problems)
         self.notes += [f"{name} could not be run: {problem}." for name, problem in problems.items()]
         return lab, right, floor, outcomes, problems
 
@@ -234,6 +237,33 @@ class _Trial:
         inquiry = find_causes(lab, rules, tolerance=tolerance, unequal_buffers=unequal)
         self.notes += inquiry.notes
         return inquiry.causes
+
+
+def _behind_the_mean(
+    lab: Lab, rules: Mapping[str, Split], dtype: torch.dtype
+) -> tuple[Lab, Outcome, Floor, dict[str, Outcome], dict[str, str]] | None:
+    """What only draws at their mean had hidden: noise times a batch's statistic is nothing where the noise is zero.
+
+    Returns:
+        The runs with draws off their mean, where these differ; None where all is equal, or where they leave nothing.
+    """
+    other = lab.but(draws="tilted")
+    try:
+        right = whole(other)
+    except LossError:
+        return None
+    if not _is_finite(right):
+        return None
+    floor = measure_floor(other, right, dtype)
+    outcomes, problems = _run_splits(other, right, rules)
+    if all(row.is_equal for row in differences(outcomes, right, floor)):
+        return None
+    return other, right, floor, outcomes, problems
+
+
+def _is_finite(found: Outcome) -> bool:
+    finite = [bool(torch.isfinite(gradient).all()) for gradient in found.gradients.values()]
+    return math.isfinite(found.loss) and all(finite)
 
 
 def _run_splits(lab: Lab, right: Outcome, rules: Mapping[str, Split]) -> tuple[dict[str, Outcome], dict[str, str]]:

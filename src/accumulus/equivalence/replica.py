@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -22,6 +24,7 @@ from accumulus.together import as_one
 __all__ = ["Replica", "cast", "replicate", "replicate_original"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 CONTAINERS = (list, dict, set, deque)
 SHARED = (types.ModuleType, type, types.BuiltinFunctionType, str, bytes, int, float, complex, type(None), torch.dtype)
 """What may hold no state of its own that a run could change."""
@@ -106,6 +109,12 @@ def replicate(replica: Replica) -> Replica:
                 hooks[key] = _copied(hook, memo)
     for parameter in (*model.parameters(), *extras):
         parameter.grad = None
+    old = (*replica.model.parameters(), *replica.extras)
+    for source, made in zip(old, (*model.parameters(), *extras), strict=True):
+        for hook in list((source._backward_hooks or {}).values()):  # which torch's own copy leaves out
+            made.register_hook(_copied(hook, memo))  # type: ignore[no-untyped-call]
+        for hook in list((getattr(source, "_post_accumulate_grad_hooks", None) or {}).values()):
+            made.register_post_accumulate_grad_hook(_copied(hook, memo))  # type: ignore[no-untyped-call]
     return Replica(model, loss_fn, extras, replica.trained)
 
 
@@ -151,7 +160,8 @@ def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> type
     for name in _names(function.__code__):
         value = function.__globals__.get(name)
         is_ours = isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
-        if is_ours or isinstance(value, (nn.Module, Tensor, torch.Generator, *CONTAINERS)):
+        is_ours |= hasattr(value, "__dict__") and type(value).__module__ == function.__module__
+        if is_ours or isinstance(value, (nn.Module, Tensor, *GENERATORS, *CONTAINERS)):
             scope[name] = _held(value, memo)
     for cell, old in zip(cells, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not filled yet

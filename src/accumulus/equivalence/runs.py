@@ -79,6 +79,10 @@ def whole(lab: Lab, rows: Sequence[int] | None = None) -> Outcome:
         if loss is None or not loss.requires_grad:
             raise LossError("the loss of the whole batch has no element or no graph, so there is nothing to check")
         torch.autograd.backward([loss])
+    if all(parameter.grad is None for parameter in copied.parameters().values()):
+        raise LossError(
+            "no gradient reached a parameter that is trained; use loss_fn's first argument, not a model from outside"
+        )
     return _outcome(copied, float(loss.detach()), {name: float(term.weight) for name, term in terms})
 
 

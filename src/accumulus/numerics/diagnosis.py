@@ -88,6 +88,12 @@ def diagnose(
     )
     check_number("max_steps", max_steps, 1)
     check_number("sample", sample, 1)
+    if (
+        isinstance(underflow_ratio, bool)
+        or not isinstance(underflow_ratio, (int, float))
+        or not 0 < underflow_ratio < 1
+    ):
+        raise BatchError(f"underflow_ratio must be a number between 0 and 1, not {describe(underflow_ratio)}")
     with all_as_before(subject.model, subject.device):
         taken = take(batches, max_steps)
         return examine(subject, taken, sample=sample, underflow_ratio=underflow_ratio, rounds=rounds)
@@ -247,6 +253,8 @@ def find_first(subject: Subject, batches: list[Any], chosen: float) -> tuple[Ori
             continue
         only_above = subject.scale if subject.scale != 1.0 and copied.is_finite(batch, chosen) else None
         scale = subject.scale if only_above is not None else min(chosen, subject.scale)
+        if only_above is None and not copied.is_finite(batch, 1.0):
+            scale = 1.0  # what no scale cures must not be put down to the scale
         origin = trace_origin(
             copied.model,
             lambda look, batch=batch, scale=scale: copied.run(batch, scale=scale, look=look),  # type: ignore[misc]

@@ -19,7 +19,7 @@ from accumulus.run.machine import choose_device
 from accumulus.run.parts import collate_of
 from accumulus.run.plan import write_json
 from accumulus.run.schedule import set_peak_rate
-from accumulus.run.task import Task, make_optimizer
+from accumulus.run.task import Task, make_optimizer, one_line
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -97,11 +97,13 @@ def make_subject(config: DoctorConfig, task: Task, device: torch.device) -> tupl
 
 
 def look(config: DoctorConfig, subject: Any, batches: list[Any], options: dict[str, Any]) -> NumericsReport:
-    """Runs the diagnosis; what the library says against a task becomes one line with the task's name."""
+    """Runs the diagnosis; whatever stops it becomes one line with the task's name."""
     try:
         return diagnose(subject, batches, max_steps=len(batches), rounds=config.rounds, **options)
     except AccumulusError as error:
         raise UsageError(f"task {config.task!r}: {error}") from error
+    except Exception as error:  # the user's model or loss function; exit code 1 would say that there is a finding
+        raise UsageError(f"task {config.task!r}: its loss function failed: {one_line(error)}") from error
 
 
 def require_page() -> None:
