@@ -55,16 +55,20 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
+def in_groups(width: int) -> nn.Module:
+    return nn.GroupNorm(4, width)
+
+
 class Images(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
+            norm(8),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(2),
             nn.Conv2d(8, 16, 3, padding=1, bias=False),
-            nn.BatchNorm2d(16),
+            norm(16),
             nn.ReLU(),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),

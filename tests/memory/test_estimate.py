@@ -30,6 +30,7 @@ KINDS = {
     "checkpointing": (lambda: models.Transformer(dropout=0.1, recompute=False), tokens, token_loss),
     "reentrant checkpointing": (lambda: models.Transformer(recompute=True), tokens, token_loss),
     "images": (models.Images, images, class_loss),
+    "images in groups": (lambda: models.Images(models.in_groups), images, class_loss),
     "lstm": (lambda: models.Recurrent(nn.LSTM), tokens, token_loss),
     "two-layer gru": (lambda: models.Recurrent(nn.GRU, num_layers=2, dropout=0.1), tokens, token_loss),
     "bidirectional rnn": (lambda: BothWays(), tokens, token_loss),
@@ -90,7 +91,7 @@ def close(found, live):
     [(kind, "fp32") for kind in KINDS]
     + [
         (kind, name)
-        for kind in ("transformer", "checkpointing", "images", "lstm", "frozen")
+        for kind in ("transformer", "checkpointing", "images", "images in groups", "lstm", "frozen")
         for name in ("bf16", "fp16")
     ],
 )

@@ -1,4 +1,4 @@
-"""Memory that torch's rules for fake tensors leave out: workspaces whose size only the kernel knows."""
+"""Where torch's rules for fake tensors differ from its kernels: workspaces that only these know, and a wrong dtype."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ ONEDNN_RNN = "mkldnn_rnn_layer"
 
 UNKNOWN = frozenset({"_cudnn_rnn", "miopen_rnn"})
 """Recurrent layers whose reserve is known to the library behind them only."""
+
+GROUP_NORM_BACKWARD = "native_group_norm_backward"
+"""Its rule gives the input's gradient the dtype of the weights, float32 under autocast; the kernel that of the input."""
 
 FEW_ELEMENTS = 2**18
 """Workspaces of up to as many gate values are asked for; those of more samples lie on a line through two such."""
@@ -38,6 +41,8 @@ def with_workspace(name: str, args: Any, made: Any) -> Any:
     Cost:
         For recurrent layers on the CPU, one forward pass of a few samples through each distinct layer.
     """
+    if name == GROUP_NORM_BACKWARD and made[0] is not None and made[0].dtype != args[1].dtype:
+        return (torch.empty_like(made[0], dtype=args[1].dtype), *made[1:])
     if name in UNKNOWN:
         raise UnsupportedError(f"only the kernel of {name} knows how much it keeps for the backward pass")
     if name != ONEDNN_RNN or made[3].numel():
