@@ -18,7 +18,7 @@ UNKNOWN = frozenset({"_cudnn_rnn", "miopen_rnn"})
 """Recurrent layers whose reserve is known to the library behind them only."""
 
 GROUP_NORM_BACKWARD = "native_group_norm_backward"
-"""Its rule gives the input's gradient the dtype of the weights, float32 under autocast; the kernel that of the input."""
+"""Its rule gives the input's gradient the dtype of the weights, float32 under autocast; the kernel the input's own."""
 
 FEW_ELEMENTS = 2**18
 """Workspaces of up to as many gate values are asked for; those of more samples lie on a line through two such."""
