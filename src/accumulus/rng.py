@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["random_state", "set_random_state"]
+__all__ = ["States", "random_state", "set_random_state"]
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -35,3 +38,28 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """All random states of the process, to be put back: torch's on the CPU and a device, Python's, numpy's."""
+
+    device: torch.device
+    torch_state: dict[str, Any]
+    python_state: Any
+    numpy_state: Any
+
+    @classmethod
+    def now(cls, device: torch.device) -> States:
+        """What they are.
+
+        Args:
+            device: whose state to take, with the CPU's.
+        """
+        return cls(device, random_state(device), random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Puts them back."""
+        set_random_state(self.torch_state, self.device)
+        random.setstate(self.python_state)
+        np.random.set_state(self.numpy_state)

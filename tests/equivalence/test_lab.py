@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from accumulus.equivalence.lab import States, undisturbed
+from accumulus.equivalence.lab import undisturbed
+from accumulus.rng import States
 
 from . import layers as L
 from .test_mixing import lab_of

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from accumulus.equivalence.lab import Lab, States
+from accumulus.equivalence.lab import Lab
 from accumulus.equivalence.mixing import find_mixing, perturbed, probe_rows, spaced
 from accumulus.equivalence.replica import replicate_original
+from accumulus.rng import States
 
 from . import layers as L
 from .planted import GhostNorm, Neighbour

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -10,40 +9,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from accumulus import pytree, rng
+from accumulus import pytree
 from accumulus.equivalence.modes import Draws, Widened
 from accumulus.equivalence.replica import Replica, replicate
 from accumulus.microbatch import to_device
+from accumulus.rng import States
 
-__all__ = ["Lab", "States", "undisturbed"]
+__all__ = ["Lab", "undisturbed"]
 
 TILT = 0.29
 """A quantile away from the mean of any distribution in use, and below the chance to be kept of any usual dropout."""
-
-
-@dataclass(frozen=True, eq=False)
-class States:
-    """The random states of the process: torch's, Python's, numpy's."""
-
-    device: torch.device
-    torch_state: dict[str, Any]
-    python_state: Any
-    numpy_state: Any
-
-    @classmethod
-    def now(cls, device: torch.device) -> States:
-        """What they are."""
-        return cls(device, rng.random_state(device), random.getstate(), np.random.get_state())
-
-    def restore(self) -> None:
-        """Puts them back."""
-        rng.set_random_state(self.torch_state, self.device)
-        random.setstate(self.python_state)
-        np.random.set_state(self.numpy_state)
 
 
 @contextmanager

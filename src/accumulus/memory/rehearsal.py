@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -123,7 +122,7 @@ def undisturbed(device: torch.device, model: Any) -> Iterator[None]:
         None, once. The model has no gradients inside.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    states = rng.random_state(device), random.getstate(), np.random.get_state()
+    states = rng.States.now(device)
     was_collecting = gc.isenabled()
     gc.disable()  # a cycle that it frees at some chance moment would make two runs differ
     with ExitStack() as stack:
@@ -140,8 +139,6 @@ def undisturbed(device: torch.device, model: Any) -> Iterator[None]:
             torch.clear_autocast_cache()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            rng.set_random_state(states[0], device)
-            random.setstate(states[1])
-            np.random.set_state(states[2])
+            states.restore()
             if was_collecting:
                 gc.enable()

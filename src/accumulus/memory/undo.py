@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accumulus.errors import CorruptStepError
-from accumulus.rng import random_state, set_random_state
+from accumulus.rng import States
 from accumulus.step import TrainStep
 from accumulus.together import members
 from accumulus.update import Update
@@ -56,7 +56,7 @@ class Undo:
         self._step = step
         self._changing = changing
         self._reference = step.window.reference
-        self._random = random_state(step.device), random.getstate(), np.random.get_state()
+        self._random = States.now(step.device)
         self._modules: list[tuple[torch.nn.Module, dict[str, Tensor | None], dict[str, Attribute]]] = []
         self._tensors: dict[str, tuple[Tensor, int]] = {}  # buffers, and tensors in plain attributes; with versions
         for prefix, module in step.model.named_modules():
@@ -86,10 +86,7 @@ class Undo:
             CorruptStepError: a large buffer changed that never had before, so there is no copy of it.
         """
         self._step.window.reference = self._reference
-        cpu, python, numpy = self._random
-        set_random_state(cpu, self._step.device)
-        random.setstate(python)
-        np.random.set_state(numpy)
+        self._random.restore()
         for module, buffers, attributes in self._modules:
             _restore_buffers(module._buffers, buffers)
             _restore_attributes(module, attributes)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +17,7 @@ from accumulus.errors import LossError, OptimizerError, PrecisionError, Unsuppor
 from accumulus.guard import Guard
 from accumulus.microbatch import Microbatches, Split, choose_split
 from accumulus.precision import Precision
-from accumulus.rng import random_state, set_random_state
+from accumulus.rng import States
 from accumulus.scaling import DynamicScale, NoScale
 from accumulus.step import TrainStep
 from accumulus.together import as_one, members
@@ -249,15 +247,13 @@ def all_as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
     Copies are run and not the model, but a loss function may hold it and run it after all.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    before = random_state(device), random.getstate(), np.random.get_state()
+    before = States.now(device)
     try:
         yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        set_random_state(before[0], device)
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+        before.restore()
 
 
 def widen(value: Any) -> Any:
